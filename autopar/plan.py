@@ -1,0 +1,291 @@
+"""The plan: the only hand-off between search and rewriting. Data only, keyed by module path, editable by hand.
+
+A plan says how a model is laid out over the mesh; passes follow it and never choose. What it does not spell out follows
+by the propagation rule of `autopar.passes.shard_parameters`, so a hand-written plan can be short:
+
+    Plan(degrees=Degrees(tp=2, pp=2), global_batch=8, seq_len=128, micro_batch=2,
+         stages=(("model.layers.0-1",), ("model.layers.2-3",)),
+         parameters={"model.layers.*.self_attn.q_proj.weight": "S(0)", ...})
+
+Patterns: in a path, `*` stands for one component (`model.layers.*.mlp.up_proj.weight`); `0-7` as a component stands for
+the integers 0 to 7. The first matching entry of a mapping holds, exact paths before patterns.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from autopar.errors import PlanMismatchError, SpecError, nearest
+from autopar.mesh import Degrees
+from autopar.placement import parse_placement
+
+__all__ = ["CHECKPOINT_MODES", "SCHEDULES", "SCHEMA_VERSION", "Plan", "expand_path", "match_path"]
+
+SCHEMA_VERSION = 1
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
+CHECKPOINT_MODES = ("none", "selective", "full")
+
+
+def _frozen(mapping: Mapping[str, Any]) -> Mapping[str, Any]:
+    return MappingProxyType(dict(mapping))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How one model trains on one mesh. Raises SpecError if a field is malformed.
+
+    degrees            size of each mesh axis, `pp * dp * cp * tp` = world size
+    global_batch       sequences per optimizer step, over all ranks
+    seq_len            tokens per sequence the plan was priced for
+    micro_batch        sequences per micro-batch and dp rank; `global_batch = dp * micro_batch * micro_batches`
+    stages             per pipeline stage the module paths of its layers, in order; prologue and epilogue go with the
+                       first and last stage. Several stages on a rank (virtual_stages > 1) are listed in model order
+    schedule           one of SCHEDULES
+    sequence_sharding  the residual stream between layers is S(1) over tp instead of replicated
+    parameters         parameter path pattern -> placement over tp; a parameter not named is R
+    ops                op key pattern (`module.path::aten_op#ordinal`) -> strategy "in, in -> out", where the
+                       propagation rule would do otherwise
+    checkpoint         layer path pattern -> one of CHECKPOINT_MODES; a layer not named is "none"
+    zero               ZeRO level over dp
+    precision          "fp64", "fp32", "bf16" (pure) or "bf16-mixed" (fp32 master weights)
+    overlap            named overlaps that are switched on
+    prediction         what the cost model expects, by part; see autopar.cost_model.search
+    fingerprints       "model", "cluster", "train": what the plan was made for; empty in a hand-written plan
+    solver             how it was found: solver, status, bound, gap, counts
+    """
+
+    degrees: Degrees = Degrees()
+    global_batch: int
+    seq_len: int
+    micro_batch: int
+    stages: tuple[tuple[str, ...], ...]
+    schedule: str = "1f1b"
+    virtual_stages: int = 1
+    sequence_sharding: bool = False
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    ops: Mapping[str, str] = field(default_factory=dict)
+    checkpoint: Mapping[str, str] = field(default_factory=dict)
+    zero: int = 0
+    precision: str = "fp32"
+    overlap: tuple[str, ...] = ()
+    prediction: Mapping[str, Any] = field(default_factory=dict)
+    fingerprints: Mapping[str, str] = field(default_factory=dict)
+    solver: Mapping[str, Any] = field(default_factory=dict)
+    schema_version: int = SCHEMA_VERSION
+
+    def __post_init__(self) -> None:
+        for name in ("parameters", "ops", "checkpoint", "prediction", "fingerprints", "solver"):
+            object.__setattr__(self, name, _frozen(getattr(self, name)))
+        object.__setattr__(self, "stages", tuple(tuple(stage) for stage in self.stages))
+        object.__setattr__(self, "overlap", tuple(self.overlap))
+        _check_fields(self)
+
+    # Mappings are read-only views, which neither pickle nor hash: both go through the plain data.
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_from_data, (self.to_data(),))
+
+    def __hash__(self) -> int:
+        return hash(self.fingerprint)
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches per step on each dp rank."""
+        return self.global_batch // (self.degrees.dp * self.micro_batch)
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of what is executed (not of predictions or solver notes); equal on all ranks before they start."""
+        executed = {k: v for k, v in self.to_data().items() if k not in ("prediction", "solver")}
+        return hashlib.sha256(json.dumps(executed, sort_keys=True).encode()).hexdigest()[:16]
+
+    def layer_paths(self) -> tuple[tuple[str, ...], ...]:
+        """`stages` with ranges written out."""
+        return tuple(tuple(p for entry in stage for p in expand_path(entry)) for stage in self.stages)
+
+    def parameter_placement(self, path: str) -> str:
+        return str(_lookup(self.parameters, path, "R"))
+
+    def op_strategy(self, key: str) -> str | None:
+        return _lookup(self.ops, key, None)
+
+    def checkpoint_mode(self, layer_path: str) -> str:
+        return str(_lookup(self.checkpoint, layer_path, "none"))
+
+    def replace(self, **changes: Any) -> Plan:
+        return replace(self, **changes)
+
+    def to_data(self) -> dict[str, Any]:
+        """Plain JSON-able data in a stable field order."""
+        data: dict[str, Any] = {"schema_version": self.schema_version}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name == "degrees":
+                value = asdict(value)
+            elif isinstance(value, Mapping):
+                value = dict(value)
+            elif f.name == "stages":
+                value = [list(stage) for stage in value]
+            elif isinstance(value, tuple):
+                value = list(value)
+            data[f.name] = value
+        return data
+
+    def dumps(self) -> str:
+        return json.dumps(self.to_data(), indent=2) + "\n"
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON, whole or not at all."""
+        path = Path(path)
+        try:
+            handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        except OSError as error:
+            raise SpecError(f"cannot write the plan: {error.strerror}", where=str(path)) from error
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(self.dumps())
+            os.chmod(temporary, 0o666 & ~_umask())
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+
+    @staticmethod
+    def loads(text: str, where: str = "plan") -> Plan:
+        try:
+            data = json.loads(text)
+        except ValueError as error:
+            raise SpecError(f"not JSON: {error}", where=where) from error
+        if not isinstance(data, dict):
+            raise SpecError("a plan is a JSON object", where=where)
+        return _from_data(data, where)
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """Read a plan file. Raises SpecError (unreadable, malformed) or PlanMismatchError (another schema version)."""
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise SpecError(f"cannot read the plan: {error}", where=str(path)) from error
+        return Plan.loads(text, where=str(path))
+
+
+def match_path(pattern: str, path: str) -> bool:
+    """True if `path` is covered by `pattern` (`*` one component, `a-b` an integer range, the rest literally)."""
+    wanted, have = pattern.split("."), path.split(".")
+    return len(wanted) == len(have) and all(map(_match_component, wanted, have))
+
+
+def expand_path(entry: str) -> list[str]:
+    """`"model.layers.2-4"` -> its three paths; an entry without a range is itself."""
+    parts = entry.split(".")
+    for i, part in enumerate(parts):
+        bounds = _range(part)
+        if bounds is not None:
+            head, tail = parts[:i], parts[i + 1 :]
+            return [".".join([*head, str(n), *tail]) for n in range(bounds[0], bounds[1] + 1)]
+    return [entry]
+
+
+def _match_component(pattern: str, part: str) -> bool:
+    if pattern in ("*", part):
+        return True
+    bounds = _range(pattern)
+    return bounds is not None and part.isdigit() and bounds[0] <= int(part) <= bounds[1]
+
+
+def _range(part: str) -> tuple[int, int] | None:
+    low, dash, high = part.partition("-")
+    return (int(low), int(high)) if dash and low.isdigit() and high.isdigit() else None
+
+
+def _lookup(entries: Mapping[str, Any], path: str, default: Any) -> Any:
+    if path in entries:
+        return entries[path]
+    return next((value for pattern, value in entries.items() if match_path(pattern, path)), default)
+
+
+def _umask() -> int:
+    current = os.umask(0)
+    os.umask(current)
+    return current
+
+
+def _from_data(data: Mapping[str, Any], where: str = "plan") -> Plan:
+    version = data.get("schema_version")
+    if version != SCHEMA_VERSION:
+        raise PlanMismatchError(
+            f"plan schema version {version!r}, this autopar reads {SCHEMA_VERSION}",
+            where=where,
+            try_="plan again with this version",
+        )
+    known = [f.name for f in fields(Plan)]
+    for key in data:
+        if key not in known:
+            raise SpecError(f"unknown key {key!r}", where=where, try_=nearest(key, known))
+    required = ("global_batch", "seq_len", "micro_batch", "stages")
+    missing = [key for key in required if key not in data]
+    if missing:
+        raise SpecError(f"missing {', '.join(missing)}", where=where)
+    values = dict(data)
+    degrees = values.get("degrees", {})
+    if not isinstance(degrees, Mapping):
+        raise SpecError("must be an object of axis sizes", where=f"{where}: degrees")
+    try:
+        values["degrees"] = Degrees(**degrees)
+    except (TypeError, ValueError) as error:
+        raise SpecError(str(error), where=f"{where}: degrees") from error
+    try:
+        return Plan(**values)
+    except SpecError as error:
+        raise SpecError(error.what, where=f"{where}: {error.where}", try_=error.try_) from error
+
+
+def _check_fields(plan: Plan) -> None:
+    for name in ("global_batch", "seq_len", "micro_batch", "virtual_stages"):
+        _require_positive(name, getattr(plan, name))
+    _require_in("schedule", plan.schedule, SCHEDULES)
+    _require_in("zero", plan.zero, (0, 1, 2, 3))
+    _require_in("precision", plan.precision, ("fp64", "fp32", "bf16", "fp16", "bf16-mixed"))
+    if not isinstance(plan.sequence_sharding, bool):
+        raise SpecError("must be true or false", where="sequence_sharding")
+    for path, text in plan.parameters.items():
+        try:
+            placement = parse_placement(text)
+        except (ValueError, AttributeError) as error:
+            raise SpecError(str(error), where=f"parameters[{path}]") from error
+        if placement.is_partial or placement.kind == "R|P":
+            raise SpecError(f"a parameter is R or S(dim), not {text}", where=f"parameters[{path}]")
+    for path, mode in plan.checkpoint.items():
+        _require_in(f"checkpoint[{path}]", mode, CHECKPOINT_MODES)
+    if plan.global_batch % (plan.degrees.dp * plan.micro_batch):
+        raise SpecError(
+            f"global_batch {plan.global_batch} is not a multiple of dp {plan.degrees.dp} x micro_batch {plan.micro_batch}",
+            where="micro_batch",
+            try_=f"micro_batch one of {_divisors(plan.global_batch // plan.degrees.dp) or 'none: lower dp'}",
+        )
+    if len(plan.stages) != plan.degrees.pp * plan.virtual_stages:
+        raise SpecError(
+            f"{len(plan.stages)} stages for pp {plan.degrees.pp} x virtual_stages {plan.virtual_stages}", where="stages"
+        )
+
+
+def _require_positive(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise SpecError(f"must be a positive integer, not {value!r}", where=name)
+
+
+def _require_in(name: str, value: Any, allowed: Iterable[Any]) -> None:
+    if value not in tuple(allowed) or isinstance(value, bool):
+        raise SpecError(f"{value!r} is not one of {', '.join(map(str, allowed))}", where=name)
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]

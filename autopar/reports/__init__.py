@@ -1,0 +1,1 @@
+"""What a person reads: text tables of a plan, its price and its alternatives."""

@@ -1,0 +1,1 @@
+"""Prices and search: sharding rules, compute, communication and memory models, both ILPs, the search over degrees."""

@@ -1,0 +1,1 @@
+"""What executes a rewritten model: collectives with autograd, stages, the engine, process launch."""
