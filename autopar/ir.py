@@ -25,7 +25,18 @@ import sympy
 import torch
 from torch import fx
 
-__all__ = ["Dim", "InputSpec", "ParameterSpec", "Segment", "Shape", "TracedModel"]
+from autopar.placement import Placement
+
+__all__ = [
+    "Dim",
+    "InputSpec",
+    "ParameterShard",
+    "ParameterSpec",
+    "Segment",
+    "Shape",
+    "StageGraph",
+    "TracedModel",
+]
 
 Dim: TypeAlias = "int | sympy.Expr"
 Shape: TypeAlias = "tuple[Dim, ...]"
@@ -78,6 +89,7 @@ class TracedModel:
     outputs      names of the graph's outputs in order ("loss", "logits", ...); `out_spec` rebuilds the user's type
     loss         index of the scalar loss among the outputs, or None
     ties         alias -> canonical name for parameters that are one tensor under several names
+    seq_range    sequence lengths the graph is valid for (None: no upper end); branches in the model's code narrow it
     capture_s    seconds spent capturing, imports excluded
     notices      what capture had to assume or could not keep, one sentence each, for the report
     """
@@ -94,6 +106,7 @@ class TracedModel:
     buffers: Mapping[str, ParameterSpec]
     ties: Mapping[str, str]
     fingerprint: str
+    seq_range: tuple[int, int | None] = (1, None)
     capture_s: float = 0.0
     notices: tuple[str, ...] = field(default_factory=tuple)
 
@@ -109,3 +122,38 @@ class TracedModel:
     def parameter_count(self) -> int:
         """Unique parameters (a tied one counts once)."""
         return sum(p.numel for p in self.parameters.values())
+
+
+@dataclass(frozen=True)
+class ParameterShard:
+    """What one rank holds of a parameter: the slice of the global tensor that `placement` gives it over tp.
+
+    `grad_partial`: the parameter is replicated over tp, but each rank sees only a summand of its gradient (a norm under
+    sequence sharding, a per-head norm): sum over tp once a step.
+    """
+
+    name: str
+    placement: Placement
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    grad_partial: bool = False
+
+
+@dataclass(frozen=True)
+class StageGraph:
+    """One pipeline stage after all passes, the same for every dp and tp position.
+
+    Placeholders of `graph_module` are `receives` (boundary tensors, positional, in order), then `inputs` (model inputs,
+    by keyword). It returns a tuple: `sends` in order, or on the last stage `outputs`. `parameters` and `buffers` are
+    keyed by attribute path in `graph_module`, whose tensors still are the user's global ones.
+    """
+
+    index: int
+    graph_module: fx.GraphModule
+    receives: tuple[str, ...]
+    inputs: tuple[str, ...]
+    sends: tuple[str, ...]
+    outputs: tuple[str, ...]
+    parameters: Mapping[str, ParameterShard]
+    buffers: Mapping[str, str]
