@@ -1,0 +1,143 @@
+"""Conversions between placements: the only communication inside a rewritten graph.
+
+A conversion is one node, `convert(x, src, dst, group="tp")`. Its forward is the value collective of
+`autopar.placement.CONVERSIONS`, its backward the gradient collective. In a graph `group` is the name of a mesh axis;
+`bind` replaces it by the name of a process group, which is a string too, so that a bound graph still prints and copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from autopar.placement import CONVERSIONS, Placement, parse_placement
+from autopar.runtime.sharding import join_shards, local_slice, split_shards
+
+__all__ = ["bind", "convert", "resolve_group", "run_collective"]
+
+
+def convert(x: Tensor, src: str, dst: str, *, group: str) -> Tensor:
+    """Move `x` from placement `src` to `dst` over `group`, differentiably.
+
+    `x` is this rank's part under `src`, the result its part under `dst`. Any dtype; only tensors that need a gradient
+    pay for one. Raises ValueError for a pair that CONVERSIONS does not offer or a dim that does not divide.
+    """
+    source, target = parse_placement(src), parse_placement(dst)
+    pair = CONVERSIONS.get((source.kind, target.kind))
+    if pair is None:
+        raise ValueError(f"no conversion from {source} to {target}")
+    process_group = resolve_group(group)
+    if x.requires_grad and torch.is_grad_enabled():
+        result: Tensor = _Convert.apply(x, pair, source, target, process_group)
+        return result
+    return run_collective(pair[0], x, source, target, process_group)
+
+
+class _Convert(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, pair: tuple[str, str], src: Placement, dst: Placement, group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.gradient, ctx.src, ctx.dst, ctx.group = pair[1], src, dst, group
+        result = run_collective(pair[0], x, src, dst, group)
+        return result.view_as(result) if result is x else result
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        # The gradient travels the other way: it lies as `dst` says and must come to lie as `src` says.
+        return run_collective(ctx.gradient, grad, ctx.dst, ctx.src, ctx.group), None, None, None, None
+
+
+def run_collective(name: str, x: Tensor, src: Placement, dst: Placement, group: dist.ProcessGroup) -> Tensor:
+    """One collective by its name in CONVERSIONS; never writes into `x`, may return it."""
+    return _COLLECTIVES[name](x, src, dst, group)
+
+
+def resolve_group(name: str) -> dist.ProcessGroup:
+    """The process group of a name that `bind` put into a graph. Raises ValueError for an axis name left unbound."""
+    try:
+        group: dist.ProcessGroup = _resolve_process_group(name)  # type: ignore[no-untyped-call]
+    except (LookupError, RuntimeError) as error:
+        raise ValueError(f"{name!r} is no process group here; was the graph bound?") from error
+    return group
+
+
+def bind(module: nn.Module, groups: Mapping[str, str]) -> None:
+    """Replace axis names by process group names in every node of every graph under `module`, in place."""
+    for inner in module.modules():
+        if isinstance(inner, fx.GraphModule) and _bind_graph(inner.graph, groups):
+            inner.recompile()
+
+
+def _bind_graph(graph: fx.Graph, groups: Mapping[str, str]) -> bool:
+    changed = False
+    for node in graph.nodes:
+        axis = node.kwargs.get("group") if node.op == "call_function" else None
+        if isinstance(axis, str) and axis in groups:
+            node.kwargs = {**node.kwargs, "group": groups[axis]}
+            changed = True
+    return changed
+
+
+def _none(x: Tensor, src: Placement, dst: Placement, group: dist.ProcessGroup) -> Tensor:
+    return x
+
+
+def _slice(x: Tensor, src: Placement, dst: Placement, group: dist.ProcessGroup) -> Tensor:
+    return local_slice(x, dst, group.rank(), group.size())
+
+
+def _pad(x: Tensor, src: Placement, dst: Placement, group: dist.ProcessGroup) -> Tensor:
+    """The whole tensor with zeros where other ranks hold the values: a summand of it."""
+    stacked = x.new_zeros((group.size(), *x.shape))
+    stacked[group.rank()] = x
+    return join_shards(stacked, src)
+
+
+def _all_reduce(x: Tensor, src: Placement, dst: Placement, group: dist.ProcessGroup) -> Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def _all_gather(x: Tensor, src: Placement, dst: Placement, group: dist.ProcessGroup) -> Tensor:
+    x = x.contiguous()
+    stacked = x.new_empty((group.size(), *x.shape))
+    dist.all_gather_into_tensor(stacked, x, group=group)
+    return join_shards(stacked, src)
+
+
+def _reduce_scatter(x: Tensor, src: Placement, dst: Placement, group: dist.ProcessGroup) -> Tensor:
+    parts = split_shards(x, dst, group.size())
+    mine = parts.new_empty(parts.shape[1:])
+    dist.reduce_scatter_tensor(mine, parts, group=group)
+    return mine
+
+
+def _all_to_all(x: Tensor, src: Placement, dst: Placement, group: dist.ProcessGroup) -> Tensor:
+    if src == dst:
+        return x
+    if src.dim == dst.dim:  # only `left` differs: what a rank keeps does not cut into equal pieces
+        return _slice(_all_gather(x, src, dst, group), src, dst, group)
+    outgoing = split_shards(x, dst, group.size())
+    incoming = torch.empty_like(outgoing)
+    dist.all_to_all_single(incoming, outgoing, group=group)
+    return join_shards(incoming, src)
+
+
+_COLLECTIVES: dict[str, Callable[[Tensor, Placement, Placement, dist.ProcessGroup], Tensor]] = {
+    "none": _none,
+    "slice": _slice,
+    "pad": _pad,
+    "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+}

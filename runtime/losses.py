@@ -1,0 +1,115 @@
+"""Embedding and cross entropy on a vocabulary that may be cut over a mesh axis.
+
+Losses are sums over the tokens that count, never means: only the sum is the same however a batch is cut. The engine
+divides by the number of tokens of the whole batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from autopar.runtime.collectives import resolve_group
+
+__all__ = ["cross_entropy_sum", "vocab_parallel_cross_entropy_sum", "vocab_parallel_embedding"]
+
+
+def vocab_parallel_embedding(ids: Tensor, weight: Tensor, *, group: str, padding_idx: int | None = None) -> Tensor:
+    """This rank's summand of the embedding: zero where another rank owns the row. Placement P over `group`.
+
+    ids [...] (global, the same on all ranks), weight [vocab/n, h] (S(0)) -> [..., h].
+    """
+    rows = weight.shape[0]
+    first = resolve_group(group).rank() * rows
+    local = ids - first
+    elsewhere = (local < 0) | (local >= rows)
+    own_padding = None
+    if padding_idx is not None and first <= padding_idx < first + rows:
+        own_padding = padding_idx - first
+    embedded = F.embedding(local.masked_fill(elsewhere, 0), weight, padding_idx=own_padding)
+    return embedded.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+
+
+def cross_entropy_sum(
+    logits: Tensor, target: Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0
+) -> Tensor:
+    """Sum over tokens of the cross entropy, tokens whose target is `ignore_index` left out.
+
+    logits [..., vocab], target [...] (class indices) -> 0-d, in fp32 for 16-bit logits, else in their dtype.
+    """
+    wide = logits.flatten(0, -2).to(_loss_dtype(logits.dtype))
+    return F.cross_entropy(
+        wide, target.flatten(), ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="sum"
+    )
+
+
+def vocab_parallel_cross_entropy_sum(
+    logits: Tensor, target: Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0, group: str
+) -> Tensor:
+    """`cross_entropy_sum` of logits whose last dim is cut over `group`; the result is the same on every rank.
+
+    logits [..., vocab/n] (S(last)), target [...] (the same on all ranks) -> 0-d. Moves three numbers a token (four with
+    label smoothing) instead of gathering the logits. Raises RuntimeError for a target outside the vocabulary.
+    """
+    process_group = resolve_group(group)
+    result: Tensor = _VocabParallelCrossEntropy.apply(
+        logits.flatten(0, -2), target.flatten(), ignore_index, label_smoothing, process_group
+    )
+    return result
+
+
+class _VocabParallelCrossEntropy(torch.autograd.Function):
+    """Per token: loss = lse - (1 - a) x_t - a mean(x), with lse = log sum exp(x), t the target, a the smoothing."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, target: Tensor, ignore_index: int, smoothing: float, group: dist.ProcessGroup
+    ) -> Tensor:
+        x = logits.to(_loss_dtype(logits.dtype))
+        columns = x.shape[-1]
+        vocab = columns * group.size()
+        counted = target != ignore_index
+        torch._assert_async(
+            (((target >= 0) & (target < vocab)) | ~counted).all(), "cross entropy target outside the vocabulary"
+        )
+        local = target - group.rank() * columns
+        owned = counted & (local >= 0) & (local < columns)
+        local = local.masked_fill(~owned, 0)
+
+        peak = x.amax(-1)
+        dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
+        shifted = x - peak.unsqueeze(-1)
+        at_target = shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(~owned, 0.0)
+        exponentials = shifted.exp()
+        sums = [exponentials.sum(-1), at_target]
+        if smoothing:
+            sums.append(shifted.sum(-1))
+        totals = torch.stack(sums)
+        dist.all_reduce(totals, group=group)
+        per_token = totals[0].log() - (1.0 - smoothing) * totals[1]
+        if smoothing:
+            per_token = per_token - smoothing * totals[2] / vocab
+
+        ctx.save_for_backward(exponentials.div_(totals[0].unsqueeze(-1)), local, owned, counted)
+        ctx.smoothing, ctx.vocab, ctx.dtype = smoothing, vocab, logits.dtype
+        return per_token.masked_fill(~counted, 0.0).sum()
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        probabilities, local, owned, counted = ctx.saved_tensors
+        weight = grad * counted.to(grad.dtype)
+        result = (probabilities - ctx.smoothing / ctx.vocab) * weight.unsqueeze(-1)
+        hit = (1.0 - ctx.smoothing) * weight * owned.to(grad.dtype)
+        result.scatter_add_(-1, local.unsqueeze(-1), -hit.unsqueeze(-1))
+        return result.to(ctx.dtype), None, None, None, None
+
+
+def _loss_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Sums over tokens and vocabulary are taken in fp32 at least."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

@@ -1,0 +1,69 @@
+"""Cutting a tensor by a placement, and putting it together again. No communication."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from autopar.placement import Placement
+
+__all__ = ["assemble", "join_shards", "local_shape", "local_slice", "split_shards"]
+
+
+def local_shape(shape: Sequence[int], placement: Placement, n: int) -> tuple[int, ...]:
+    """Shape on one of `n` ranks of a tensor of global `shape`. Raises ValueError if the sharded dim does not divide."""
+    if not placement.is_shard:
+        return tuple(shape)
+    _check_divides(shape, placement, n)
+    return tuple(size // n if dim == placement.dim else size for dim, size in enumerate(shape))
+
+
+def local_slice(tensor: Tensor, placement: Placement, index: int, n: int) -> Tensor:
+    """What rank `index` of `n` holds of `tensor`, contiguous; the tensor itself unless it is sharded.
+
+    A strided shard (left > 1) takes slice `index` inside each of the `left` parts of the dim.
+    """
+    if not placement.is_shard:
+        return tensor
+    _check_divides(tensor.shape, placement, n)
+    dim, left = placement.dim, placement.left
+    if left == 1:
+        return tensor.chunk(n, dim)[index].contiguous()
+    parts = tensor.unflatten(dim, (left, n, -1))
+    return parts.select(dim + 1, index).flatten(dim, dim + 1).contiguous()
+
+
+def assemble(shards: Sequence[Tensor], placement: Placement) -> Tensor:
+    """Inverse of `local_slice`: the whole tensor from the shards of all ranks, in rank order.
+
+    A partial tensor is the sum of its summands; of a replicated one the first copy is taken.
+    """
+    if placement.is_partial:
+        return torch.stack(list(shards)).sum(0)
+    if not placement.is_shard:
+        return shards[0]
+    return join_shards(torch.stack(list(shards)), placement)
+
+
+def split_shards(tensor: Tensor, placement: Placement, n: int) -> Tensor:
+    """[...] -> [n, ...local], contiguous: entry i is what rank i holds of a sharded tensor."""
+    _check_divides(tensor.shape, placement, n)
+    dim, left = placement.dim, placement.left
+    parts = tensor.unflatten(dim, (left, n, -1)).movedim(dim + 1, 0)
+    return parts.flatten(dim + 1, dim + 2).contiguous()
+
+
+def join_shards(stacked: Tensor, placement: Placement) -> Tensor:
+    """[n, ...local] -> [...], contiguous: inverse of `split_shards`."""
+    dim, left = placement.dim, placement.left
+    parts = stacked.unflatten(dim + 1, (left, -1)).movedim(0, dim + 1)
+    return parts.flatten(dim, dim + 2).contiguous()
+
+
+def _check_divides(shape: Sequence[int], placement: Placement, n: int) -> None:
+    size = shape[placement.dim]
+    if size % (n * placement.left):
+        parts = f"{placement.left} parts x {n} ranks" if placement.left > 1 else f"{n} ranks"
+        raise ValueError(f"dim {placement.dim} of size {size} does not divide into {parts}, placement {placement}")
