@@ -25,6 +25,7 @@ import sympy
 import torch
 from torch import fx
 
+from autopar.binding import CallSignature
 from autopar.placement import Placement
 
 __all__ = [
@@ -86,10 +87,12 @@ class Segment:
 class TracedModel:
     """A captured model. See the module docstring for what its graph promises.
 
+    signature    how the user's call maps to `inputs`
     outputs      names of the graph's outputs in order ("loss", "logits", ...); `out_spec` rebuilds the user's type
     loss         index of the scalar loss among the outputs, or None
     ties         alias -> canonical name for parameters that are one tensor under several names
     seq_range    sequence lengths the graph is valid for (None: no upper end); branches in the model's code narrow it
+    unknown_buffers  buffers of a meta-built model whose values could not be recomputed: fine to plan, not to train
     capture_s    seconds spent capturing, imports excluded
     notices      what capture had to assume or could not keep, one sentence each, for the report
     """
@@ -98,6 +101,7 @@ class TracedModel:
     batch: sympy.Symbol
     seq: sympy.Symbol
     inputs: tuple[InputSpec, ...]
+    signature: CallSignature
     outputs: tuple[str, ...]
     out_spec: Any
     loss: int | None
@@ -108,6 +112,7 @@ class TracedModel:
     fingerprint: str
     seq_range: tuple[int, int | None] = (1, None)
     capture_s: float = 0.0
+    unknown_buffers: tuple[str, ...] = ()
     notices: tuple[str, ...] = field(default_factory=tuple)
 
     @property

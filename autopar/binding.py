@@ -1,0 +1,113 @@
+"""How a user's call maps to the graph's named tensor inputs, and the graph's flat outputs back to the user's type.
+
+A call is flattened once at capture: tensors become graph inputs, everything else (None, numbers, strings) is part of the
+captured program and has to be the same at every call, which `CallSignature.bind` checks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from autopar.errors import SpecError, nearest
+
+__all__ = ["CallSignature", "call_arguments", "flat_names"]
+
+
+@dataclass(frozen=True)
+class CallSignature:
+    """Leaves of the captured call by name: `tensors` in graph order, and the frozen `constants`."""
+
+    parameters: tuple[str, ...]
+    tensors: tuple[str, ...]
+    constants: Mapping[str, Any]
+
+    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """Graph inputs by name for one call, whatever order or form the arguments have.
+
+        Raises SpecError if a captured tensor is missing, an unknown one is given, or a constant has changed.
+        """
+        leaves = flat_names(call_arguments(self.parameters, args, kwargs))
+        for name, value in leaves.items():
+            if isinstance(value, torch.Tensor) or name in self.constants:
+                continue
+            if value is not None:
+                raise SpecError(
+                    f"argument {name!r} was not there when the model was captured",
+                    where="batch",
+                    try_=nearest(name, [*self.tensors, *self.constants]),
+                )
+        for name, value in self.constants.items():
+            given = leaves.get(name, value)
+            if isinstance(given, torch.Tensor) or given != value:
+                raise SpecError(
+                    f"argument {name!r} was captured as {value!r} and is now {_short(given)}",
+                    where="batch",
+                    try_="parallelize again with an example that has the new value",
+                )
+        have = {name: value for name, value in leaves.items() if isinstance(value, torch.Tensor)}
+        missing = [name for name in self.tensors if name not in have]
+        extra = [name for name in have if name not in self.tensors]
+        if missing or extra:
+            raise SpecError(
+                f"the model was captured with tensors {', '.join(self.tensors)}"
+                + (f"; missing: {', '.join(missing)}" if missing else "")
+                + (f"; not captured: {', '.join(extra)}" if extra else ""),
+                where="batch",
+                try_="pass the same inputs, or parallelize with an example that has these",
+            )
+        return {name: have[name] for name in self.tensors}
+
+
+def call_arguments(parameters: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Positional and keyword arguments as one mapping by parameter name."""
+    if len(args) > len(parameters):
+        raise SpecError(f"{len(args)} positional arguments for {len(parameters)} parameters", where="batch")
+    named = dict(zip(parameters, args, strict=False))
+    clash = named.keys() & kwargs.keys()
+    if clash:
+        raise SpecError(f"argument given twice: {', '.join(sorted(clash))}", where="batch")
+    return {**named, **kwargs}
+
+
+def forward_parameters(model: nn.Module) -> tuple[str, ...]:
+    """Names of the parameters of `model.forward` that can be passed by name."""
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return tuple(n for n, p in inspect.signature(model.forward).parameters.items() if p.kind in kinds)
+
+
+def flat_names(tree: Any) -> dict[str, Any]:
+    """Leaves of nested mappings, sequences and dataclasses as {"ids": ..., "extra.0": ..., "batch.mask": ...}.
+
+    None leaves are kept: that an optional argument was absent is part of what was captured.
+    """
+    register_dataclasses(tree)
+    leaves, _ = pytree.tree_flatten_with_path(tree, is_leaf=lambda leaf: leaf is None)
+    return {".".join(_key(k) for k in path): leaf for path, leaf in leaves}
+
+
+def register_dataclasses(tree: Any) -> None:
+    """Make plain dataclasses in `tree` transparent to pytree (and so to torch.export), once per class."""
+    for leaf in pytree.tree_leaves(tree):
+        cls = type(leaf)
+        if dataclasses.is_dataclass(leaf) and cls not in pytree.SUPPORTED_NODES:
+            torch.export.register_dataclass(cls)
+            register_dataclasses(leaf)
+
+
+def _key(key: Any) -> str:
+    for attribute in ("key", "name", "idx"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    raise AssertionError(f"unknown pytree key {key!r}")
+
+
+def _short(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)

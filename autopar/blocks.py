@@ -1,0 +1,192 @@
+"""Annotate a captured graph: module paths, plan keys, gradient flow, and its cut into layers and glue.
+
+Layers are the members of the outermost module lists (`model.layers.0`, `encoder.block.3`, ...). Two layers are of one
+class if their nodes are the same ops on the same shapes with the same wiring; prices and strategies are then computed once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import fx
+
+from autopar.ir import ParameterSpec, Segment
+
+__all__ = ["annotate"]
+
+# Outputs of these carry no gradient although they may be floating point.
+_NO_GRADIENT = {"detach", "zeros_like", "ones_like", "full_like", "new_ones", "new_zeros", "new_full", "argmax", "bernoulli"}
+
+
+def annotate(graph: fx.Graph, parameters: Mapping[str, ParameterSpec]) -> tuple[Segment, ...]:
+    """Set `meta["grad"]`, `["segment"]` and `["key"]` of every node from its path; return the segments in order.
+
+    Requires `meta["path"]`, `["shape"]`, `["dtype"]` (see autopar.ir).
+    """
+    _mark_gradient_flow(graph, parameters)
+    _name_ops(graph)
+    return _cut(graph, parameters)
+
+
+def op_name(node: fx.Node) -> str:
+    """Short op name: `linear` for `aten.linear.default`, the function's name for a function."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.name.split("::")[-1]
+    return getattr(target, "__name__", str(target))
+
+
+def _mark_gradient_flow(graph: fx.Graph, parameters: Mapping[str, ParameterSpec]) -> None:
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            spec = parameters.get(str(node.target))
+            node.meta["grad"] = spec is not None and spec.requires_grad
+        elif node.op == "call_function":
+            dtype = node.meta.get("dtype")
+            differentiable = dtype is not None and (dtype.is_floating_point or dtype.is_complex)
+            flows = differentiable and op_name(node) not in _NO_GRADIENT
+            node.meta["grad"] = flows and any(n.meta.get("grad", False) for n in node.all_input_nodes)
+        else:
+            node.meta["grad"] = False
+
+
+def _name_ops(graph: fx.Graph) -> None:
+    ordinal: Counter[str] = Counter()
+    for node in graph.nodes:
+        if node.op == "call_function":
+            base = f"{node.meta['path']}::{op_name(node)}"
+            node.meta["key"] = f"{base}#{ordinal[base]}"
+            ordinal[base] += 1
+
+
+Layer: TypeAlias = "tuple[str, int]"
+_LAYER = re.compile(r"^((?:[^.]*[^.\d][^.]*\.)*?)(\d+)(?=\.|$)")
+
+
+def layer_of(path: str) -> Layer | None:
+    """`"model.layers.3.mlp"` -> `("model.layers", 3)`: the outermost numbered component; None if there is none."""
+    found = _LAYER.match(path)
+    return (found[1].rstrip("."), int(found[2])) if found else None
+
+
+def _parse(path: str) -> Layer:
+    layer = layer_of(path)
+    assert layer is not None
+    return layer
+
+
+def _cut(graph: fx.Graph, parameters: Mapping[str, ParameterSpec]) -> tuple[Segment, ...]:
+    """Assign every node to a segment by its path, glue by its position in the order of execution."""
+    lists = _layer_lists(graph)
+    ops = [n for n in graph.nodes if n.op == "call_function"]
+    members = [(layer if (layer := layer_of(n.meta["path"])) and layer[0] in lists else None) for n in ops]
+    ahead = _following(members)
+    last_use = {layer: i for i, layer in enumerate(members) if layer is not None}
+    plan: list[tuple[str, str]] = []  # (kind, path) of each segment
+    here = ("glue", "prologue")
+    for position, (node, layer) in enumerate(zip(ops, members, strict=True)):
+        unfinished = here[0] == "layer" and last_use[_parse(here[1])] > position
+        here = _next_segment(here, layer, ahead[position], unfinished)
+        if not plan or plan[-1] != here:
+            plan.append(here)
+        node.meta["segment"] = len(plan) - 1
+    for node in graph.nodes:
+        if node.op != "call_function":
+            users = [u.meta["segment"] for u in node.users if "segment" in u.meta]
+            node.meta["segment"] = min(users, default=0) if node.op != "output" else max(len(plan) - 1, 0)
+    return tuple(
+        Segment(i, kind, path, _structure(graph, i), _parameters_of(graph, i, parameters))
+        for i, (kind, path) in enumerate(plan)
+    )
+
+
+def _following(members: list[Layer | None]) -> list[Layer | None]:
+    """For each position the first layer at or after it."""
+    ahead: list[Layer | None] = []
+    layer: Layer | None = None
+    for member in reversed(members):
+        layer = member or layer
+        ahead.append(layer)
+    return ahead[::-1]
+
+
+def _next_segment(here: tuple[str, str], layer: Layer | None, ahead: Layer | None, unfinished: bool) -> tuple[str, str]:
+    """Segment of the next node. Glue between two layers of one list goes with the layer before it."""
+    if layer is not None:
+        return ("layer", f"{layer[0]}.{layer[1]}".lstrip("."))
+    if here[0] == "glue" or unfinished:
+        return here
+    if ahead is None:
+        return ("glue", "epilogue")
+    return here if ahead[0] == _parse(here[1])[0] else ("glue", f"before {ahead[0]}")
+
+
+def _layer_lists(graph: fx.Graph) -> set[str]:
+    """Module lists whose members are layers: at least two weights of two dims each, executed one after another, once."""
+    weights: defaultdict[tuple[str, int], set[str]] = defaultdict(set)
+    runs: defaultdict[str, list[int]] = defaultdict(list)
+    for node in graph.nodes:
+        layer = layer_of(node.meta["path"]) if node.op == "call_function" else None
+        if layer is None:
+            continue
+        if not runs[layer[0]] or runs[layer[0]][-1] != layer[1]:
+            runs[layer[0]].append(layer[1])
+        for source in node.all_input_nodes:
+            if source.op == "get_attr" and len(source.meta["shape"]) >= 2:
+                weights[layer].add(str(source.target))
+    return {
+        name
+        for name, order in runs.items()
+        if order == sorted(set(order)) and all(len(weights[name, i]) >= 2 for i in order)
+    }
+
+
+def _parameters_of(graph: fx.Graph, segment: int, parameters: Mapping[str, ParameterSpec]) -> tuple[str, ...]:
+    used = dict.fromkeys(
+        str(source.target)
+        for node in graph.nodes
+        if node.op == "call_function" and node.meta["segment"] == segment
+        for source in node.all_input_nodes
+        if source.op == "get_attr" and source.target in parameters
+    )
+    return tuple(used)
+
+
+def _structure(graph: fx.Graph, segment: int) -> str:
+    """Hash of ops, constants, shapes and wiring; equal for layers that differ only in which weights they hold."""
+    local: dict[fx.Node, str] = {}
+    outside: dict[fx.Node, str] = {}
+
+    def refer(node: fx.Node) -> str:
+        if node in local:
+            return local[node]
+        if node not in outside:
+            what = "param" if node.op == "get_attr" else "input"
+            outside[node] = f"{what}{len(outside)}:{node.meta.get('shape')}:{node.meta.get('dtype')}:{node.meta['grad']}"
+        return outside[node]
+
+    lines = []
+    for node in _ops_of(graph, segment):
+        arguments = fx.node.map_arg((node.args, node.kwargs), lambda n: _Reference(refer(n)))
+        lines.append(f"{node.target} {arguments} {node.meta.get('shape')} {node.meta.get('dtype')}")
+        local[node] = f"n{len(local)}"
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
+
+
+def _ops_of(graph: fx.Graph, segment: int) -> Iterable[fx.Node]:
+    return (n for n in graph.nodes if n.op == "call_function" and n.meta["segment"] == segment)
+
+
+class _Reference:
+    """Prints as its text inside fx's nested argument containers."""
+
+    def __init__(self, text: Any) -> None:
+        self.text = text
+
+    def __repr__(self) -> str:
+        return str(self.text)

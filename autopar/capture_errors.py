@@ -1,0 +1,69 @@
+"""Turn whatever torch.export raises into one sentence: which module, why, what to change."""
+
+from __future__ import annotations
+
+import traceback
+from types import TracebackType
+
+import torch
+from torch import nn
+
+from autopar.errors import UnsupportedModelError
+
+__all__ = ["explain_failure", "refuse_effects"]
+
+# (text in the error's class or message, reason, remedy), most specific first
+_REASONS = (
+    ("GuardOnDataDependent", "control flow depends on tensor values", "use torch.where or make the branch a constant flag"),
+    ("data-dependent", "control flow depends on tensor values", "use torch.where or make the branch a constant flag"),
+    ("DynamicCache", "the output holds a key/value cache", "set use_cache=False for training"),
+    ("unsupported input type", "an input or output is of a type torch.export cannot flatten", "register it as a pytree"),
+    ("Constraints violated", "the code fixes the batch or sequence size", "derive sizes from the inputs (x.shape)"),
+)
+
+
+def explain_failure(error: Exception, shell: nn.Module) -> UnsupportedModelError:
+    """The UnsupportedModelError for a failed export: innermost user module and source line, reason, remedy."""
+    path, line = _innermost_module(error.__traceback__, shell)
+    text = f"{type(error).__name__}: {error}"
+    reason, remedy = next(
+        ((r, t) for key, r, t in _REASONS if key in text),
+        (f"torch.export failed with {text.strip().splitlines()[0][:200]}", "see the chained error for the full text"),
+    )
+    return UnsupportedModelError(f"cannot be captured: {reason}{line}", where=path or "model", try_=remedy)
+
+
+def _innermost_module(tb: TracebackType | None, shell: nn.Module) -> tuple[str, str]:
+    paths = {id(m): name for name, m in shell.named_modules()}
+    path, line = "", ""
+    for frame, number in traceback.walk_tb(tb):
+        module = frame.f_locals.get("self")
+        code = frame.f_code
+        if isinstance(module, nn.Module) and id(module) in paths and code.co_name not in ("__call__", "_call_impl"):
+            if "torch/nn/modules/module.py" in code.co_filename or "autopar/shell.py" in code.co_filename:
+                continue
+            path = paths[id(module)].removeprefix("model").removeprefix(".")
+            line = f" ({code.co_filename}:{number})"
+    return path, line
+
+
+def refuse_effects(exported: torch.export.ExportedProgram) -> None:
+    """Raise UnsupportedModelError for what a static graph would silently lose: mutated state, autocast regions."""
+    signature = exported.graph_signature
+    if signature.buffers_to_mutate:
+        name = str(next(iter(signature.buffers_to_mutate.values()))).removeprefix("model.")
+        raise UnsupportedModelError(
+            "a buffer is changed in forward", where=name, try_="keep such state outside the model, or make it a constant"
+        )
+    if signature.user_inputs_to_mutate:
+        name = str(next(iter(signature.user_inputs_to_mutate.values())))
+        raise UnsupportedModelError("an input is changed in place", where=name, try_="work on a clone of the input")
+    for node in exported.graph.nodes:
+        if node.op == "call_function" and isinstance(node.target, torch._ops.HigherOrderOperator):
+            stack = list((node.meta.get("nn_module_stack") or {}).values())
+            where = stack[-1][0].removeprefix("model").removeprefix(".") if stack else ""
+            raise UnsupportedModelError(
+                f"contains a {node.target.name()} region",
+                where=where or "model",
+                try_="remove autocast and no_grad regions from forward; precision is set in TrainSpec",
+            )

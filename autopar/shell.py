@@ -1,0 +1,108 @@
+"""A stand-in for the user's model that can be captured without touching it or holding its weights twice.
+
+The shell is a copy of the module tree whose parameters are fake tensors (shape and dtype, no storage), whatever device
+the originals live on. Buffers stay real, because capture folds constants out of them; those a meta-built model never
+computed (rotary inverse frequencies) are rebuilt the way the model's own library builds them, or reported.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+__all__ = ["CallShell", "make_shell"]
+
+
+class CallShell(nn.Module):
+    """Calls `model(**arguments)` and, with `loss_fn`, returns `(loss_fn(outputs, batch), outputs)`.
+
+    One mapping argument makes every user signature look alike to torch.export. With a loss function the batch may hold
+    entries that only the loss reads; those `model.forward` does not name are kept from it.
+    """
+
+    def __init__(
+        self, model: nn.Module, loss_fn: Callable[[Any, Mapping[str, Any]], torch.Tensor] | None, accepted: frozenset[str]
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.loss_fn = loss_fn
+        self.accepted = accepted
+
+    def forward(self, arguments: dict[str, Any]) -> Any:
+        if self.loss_fn is None:
+            return self.model(**arguments)
+        outputs = self.model(**{k: v for k, v in arguments.items() if k in self.accepted})
+        return {"loss": self.loss_fn(outputs, arguments), "outputs": outputs}
+
+
+def make_shell(model: nn.Module, mode: FakeTensorMode) -> tuple[nn.Module, list[str]]:
+    """A copy of `model` with fake CPU parameters of `mode`, and the names of buffers whose values are unknown.
+
+    The user's modules, parameters, buffers and config are not modified. Tied parameters stay tied.
+    """
+    memo: dict[int, Any] = {}
+    with mode:
+        for parameter in model.parameters():
+            fake = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
+            memo[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
+    shell = copy.deepcopy(model, memo)
+    _switch_off_cache(shell)
+    return shell, _rebuild_meta_buffers(shell)
+
+
+def _switch_off_cache(shell: nn.Module) -> None:
+    """A key/value cache object in the outputs is what makes torch.export fail on most Hugging Face decoders."""
+    for module in shell.modules():
+        config = getattr(module, "config", None)
+        if getattr(config, "use_cache", False):
+            config.use_cache = False
+
+
+def _rebuild_meta_buffers(shell: nn.Module) -> list[str]:
+    """Give every meta buffer real storage; recompute it where the library knows how, else report its name."""
+    unknown: list[str] = []
+    for path, module in shell.named_modules():
+        missing = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
+        for name in missing:
+            old = module._buffers[name]
+            assert old is not None
+            module._buffers[name] = torch.full(old.shape, _POISON[old.dtype.is_floating_point], device="cpu").to(old.dtype)
+        if missing and not _reinitialise(shell, module):
+            unknown += [f"{path}.{name}".lstrip(".") for name in missing]
+        else:
+            unknown += [f"{path}.{name}".lstrip(".") for name in missing if _poisoned(module._buffers[name])]
+    return unknown
+
+
+# What an untouched buffer holds: recognisable afterwards, so that a rebuild that skipped it is noticed.
+_POISON: dict[bool, float] = {True: float("nan"), False: 113}
+
+
+def _poisoned(buffer: torch.Tensor | None) -> bool:
+    if buffer is None or buffer.numel() == 0:
+        return False
+    if buffer.dtype.is_floating_point:
+        return bool(torch.isnan(buffer).any())
+    return buffer.dtype != torch.bool and bool((buffer == _POISON[False]).all())
+
+
+def _reinitialise(shell: nn.Module, module: nn.Module) -> bool:
+    """Run the initialiser Hugging Face models carry for modules that own no parameters but compute buffers."""
+    initialise = next((getattr(m, "_init_weights") for m in shell.modules() if hasattr(m, "_init_weights")), None)
+    if initialise is None:
+        return False
+    own_parameters = dict(module._parameters)
+    try:
+        module._parameters.clear()
+        with torch.no_grad():
+            initialise(module)
+    except (AttributeError, KeyError, TypeError, RuntimeError):
+        return False  # reported as unknown by the caller
+    finally:
+        module._parameters.update(own_parameters)
+    return True

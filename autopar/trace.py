@@ -1,0 +1,298 @@
+"""Capture an unmodified model as a torch.fx graph of ATen ops with symbolic batch and sequence.
+
+`torch.export` in non-strict mode runs the user's own Python once on fake tensors; the result is a plain graph, re-run
+exactly at other batch and sequence sizes. The user's model, its weights and its config are only read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import _pytree as pytree
+
+from autopar.binding import CallSignature, call_arguments, flat_names, forward_parameters, register_dataclasses
+from autopar.blocks import annotate
+from autopar.capture_errors import explain_failure, refuse_effects
+from autopar.errors import SpecError, UnsupportedModelError
+from autopar.ir import InputSpec, ParameterSpec, TracedModel
+from autopar.shell import CallShell, make_shell
+
+__all__ = ["BATCH", "SEQ", "trace"]
+
+BATCH = sympy.Symbol("batch", integer=True, positive=True)
+SEQ = sympy.Symbol("seq", integer=True, positive=True)
+
+LossFn = Callable[[Any, Mapping[str, Any]], torch.Tensor]
+
+
+def trace(model: nn.Module, example: Any, *, loss_fn: LossFn | None = None) -> TracedModel:
+    """Capture `model` called on `example`.
+
+    example: a mapping of arguments by name, a sequence of positional arguments, or one object (tensor, dataclass) that is
+    the only argument. Only shapes, dtypes and non-tensor values matter; dim 0 of every tensor is the batch, dim 1 the
+    sequence where it equals that of the first tensor with two dims. Meta tensors will do.
+    Raises UnsupportedModelError with module path, reason and remedy.
+    """
+    start = time.perf_counter()
+    arguments = _arguments(model, example)
+    names = forward_parameters(model)
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True, static_shapes=False)
+    shell, unknown_buffers = make_shell(model, mode)
+    fake, dynamic = _fake_call(arguments, mode)
+    call = CallShell(shell, loss_fn, frozenset(names))
+    try:
+        with torch.random.fork_rng(devices=[]):
+            exported = torch.export.export(call, (fake,), strict=False, dynamic_shapes=(dynamic,))
+    except Exception as error:  # export raises dozens of unrelated classes; all become one with the module path
+        raise explain_failure(error, call) from error
+    refuse_effects(exported)
+
+    parameters, buffers, ties = _state(model)
+    graph_module, symbols = _plain_graph(exported, model, shell, arguments)
+    _set_shapes(graph_module.graph, symbols)
+    _set_paths(graph_module.graph)
+    inputs = _inputs(graph_module.graph)
+    outputs, out_spec, loss = _outputs(graph_module.graph, exported)
+    segments = annotate(graph_module.graph, parameters)
+    leaves = flat_names(arguments)
+    return TracedModel(
+        graph_module=graph_module,
+        batch=BATCH,
+        seq=SEQ,
+        inputs=inputs,
+        signature=CallSignature(
+            parameters=names,
+            tensors=tuple(i.name for i in inputs),
+            constants={n: v for n, v in leaves.items() if not isinstance(v, torch.Tensor)},
+        ),
+        outputs=outputs,
+        out_spec=out_spec,
+        loss=loss,
+        segments=segments,
+        parameters=parameters,
+        buffers=buffers,
+        ties=ties,
+        fingerprint=_fingerprint(graph_module.graph, parameters),
+        seq_range=_seq_range(exported, symbols, inputs, fake),
+        unknown_buffers=tuple(unknown_buffers),
+        capture_s=time.perf_counter() - start,
+    )
+
+
+def _arguments(model: nn.Module, example: Any) -> dict[str, Any]:
+    if isinstance(example, Mapping) or hasattr(example, "keys"):
+        return {str(k): example[k] for k in example.keys()}  # noqa: SIM118  BatchEncoding is no Mapping
+    positional = example if isinstance(example, Sequence) and not isinstance(example, str) else [example]
+    return call_arguments(forward_parameters(model), positional, {})
+
+
+def _fake_call(arguments: dict[str, Any], mode: FakeTensorMode) -> tuple[dict[str, Any], Any]:
+    """Fake tensors of the example's shapes and which of their dims are dynamic.
+
+    The batch hint is a small number that no other dim of the example equals: export compares hints when it decides
+    whether two sizes are the same, and an accidental equality would tie the batch to another dim.
+    """
+    register_dataclasses(arguments)
+    tensors = [t for t in pytree.tree_leaves(arguments) if isinstance(t, torch.Tensor)]
+    if not tensors:
+        raise SpecError("the example holds no tensor", where="example", try_='pass {"input_ids": ..., "labels": ...}')
+    seq = next((t.shape[1] for t in tensors if t.dim() >= 2), None)
+    taken = {size for t in tensors for size in t.shape[1:]}
+    batch = next(n for n in (6, 10, 14, 22, 26, 34) if n not in taken)
+    auto = torch.export.Dim.AUTO
+
+    def fake(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        shape = [batch, *leaf.shape[1:]] if leaf.dim() else []
+        with mode:
+            return torch.zeros(shape, dtype=leaf.dtype, device="cpu", requires_grad=leaf.requires_grad)
+
+    def dims(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return None
+        dynamic = {0: auto} if leaf.dim() else {}
+        return dynamic | ({1: auto} if leaf.dim() >= 2 and leaf.shape[1] == seq else {})
+
+    return pytree.tree_map(fake, arguments), pytree.tree_map(dims, arguments)
+
+
+def _state(
+    model: nn.Module,
+) -> tuple[dict[str, ParameterSpec], dict[str, ParameterSpec], dict[str, str]]:
+    """Unique parameters and buffers by canonical (first) name, and the other names of tied ones, by identity."""
+    canonical: dict[int, str] = {}
+    ties: dict[str, str] = {}
+    parameters: dict[str, ParameterSpec] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        if id(p) in canonical:
+            ties[name] = canonical[id(p)]
+        else:
+            canonical[id(p)] = name
+            parameters[name] = ParameterSpec(name, tuple(p.shape), p.dtype, p.requires_grad)
+    buffers = {n: ParameterSpec(n, tuple(b.shape), b.dtype, False) for n, b in model.named_buffers()}
+    return parameters, buffers, ties
+
+
+def _plain_graph(
+    exported: torch.export.ExportedProgram, model: nn.Module, shell: nn.Module, arguments: dict[str, Any]
+) -> tuple[fx.GraphModule, dict[sympy.Symbol, sympy.Symbol]]:
+    """A fresh GraphModule: state as get_attr of the user's tensors, inputs under the user's names.
+
+    `exported.module()` would add guard functions and an input-checking hook; the bare graph has neither.
+    """
+    graph = fx.Graph()
+    state = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+    shell_buffers = dict(shell.named_buffers(remove_duplicate=False))
+    attributes: dict[str, Any] = {}
+    copies: dict[fx.Node, fx.Node] = {}
+    canonical = _canonical_names(model)
+    input_names = iter(n for n, v in flat_names(arguments).items() if isinstance(v, torch.Tensor))
+    roles: dict[sympy.Symbol, sympy.Symbol] = {}
+    for node, spec in zip(
+        (n for n in exported.graph.nodes if n.op == "placeholder"), exported.graph_signature.input_specs, strict=True
+    ):
+        if spec.kind == torch.export.graph_signature.InputKind.USER_INPUT:
+            if not isinstance(node.meta["val"], torch.Tensor):
+                continue  # a constant argument: frozen into the graph, checked by CallSignature
+            copies[node] = graph.placeholder(next(input_names).replace(".", "_"))
+            for dim, role in ((0, BATCH), (1, SEQ)):
+                roles |= {s: role for s in _symbols_of(node.meta["val"], dim)}
+        else:
+            name = str(spec.target).removeprefix("model.")
+            name = canonical.get(name, name)
+            if spec.kind == torch.export.graph_signature.InputKind.CONSTANT_TENSOR:
+                name = f"_constants.{str(spec.target).replace('.', '_')}"
+                attributes[name] = exported.constants[str(spec.target)]
+            else:
+                tensor = state[name]
+                rebuilt = name in shell_buffers and tensor.is_meta
+                attributes[name] = shell_buffers[name] if rebuilt else tensor
+            copies[node] = graph.get_attr(name)
+        copies[node].meta = dict(node.meta)
+    for node in exported.graph.nodes:
+        if node.op not in ("placeholder", "output"):
+            copies[node] = graph.node_copy(node, lambda n: copies[n])
+        elif node.op == "output":
+            graph.output(fx.node.map_arg(node.args[0], lambda n: copies[n]))
+    return _module_of(attributes, graph), roles
+
+
+def _module_of(attributes: Mapping[str, Any], graph: fx.Graph) -> fx.GraphModule:
+    """A GraphModule holding exactly these tensors; get_attr only looks them up, so no wrapper modules are needed."""
+    return fx.GraphModule(dict(attributes), graph, "Traced")
+
+
+def _canonical_names(model: nn.Module) -> dict[str, str]:
+    first: dict[int, str] = {}
+    return {
+        name: first.setdefault(id(tensor), name)
+        for source in (model.named_parameters, model.named_buffers)
+        for name, tensor in source(remove_duplicate=False)
+    }
+
+
+def _symbols_of(value: torch.Tensor, dim: int) -> list[sympy.Symbol]:
+    if value.dim() <= dim or not isinstance(value.shape[dim], torch.SymInt):
+        return []
+    return [s for s in value.shape[dim].node.expr.free_symbols if isinstance(s, sympy.Symbol)]
+
+
+def _set_shapes(graph: fx.Graph, roles: Mapping[sympy.Symbol, sympy.Symbol]) -> None:
+    """meta["shape"] and ["dtype"] from the fake values, every symbol replaced by `batch` or `seq`."""
+
+    def size(dim: Any) -> Any:
+        if not isinstance(dim, torch.SymInt):
+            return int(dim)
+        expression = dim.node.expr.xreplace(roles)
+        return int(expression) if expression.is_Integer else expression
+
+    def shape(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return tuple(size(d) for d in value.shape)
+        if isinstance(value, list | tuple):
+            return tuple(shape(v) for v in value)
+        return None
+
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        node.meta["shape"] = shape(value)
+        first = value[0] if isinstance(value, list | tuple) and value else value
+        node.meta["dtype"] = first.dtype if isinstance(first, torch.Tensor) else None
+        if isinstance(value, torch.SymInt):
+            node.meta["size"] = size(value)
+
+
+def _set_paths(graph: fx.Graph) -> None:
+    """meta["path"]: innermost user module, without the shell's prefix and export's call counters ("norm@1")."""
+    for node in graph.nodes:
+        stack = node.meta.get("nn_module_stack") or {}
+        paths = [entry[0].split("@")[0] for entry in stack.values()]
+        inner = paths[-1] if paths else ""
+        inner = "" if "empty_nn_module_stack" in inner else inner
+        node.meta["path"] = inner.removeprefix("model").removeprefix(".") if inner.startswith("model") else ""
+
+
+def _inputs(graph: fx.Graph) -> tuple[InputSpec, ...]:
+    inputs = []
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            shape = node.meta["shape"]
+            batch = next((d for d, size in enumerate(shape) if size == BATCH), None)
+            seq = next((d for d, size in enumerate(shape) if size == SEQ), None)
+            if shape and batch is None:
+                raise UnsupportedModelError(
+                    f"forward works for batch size {shape[0]} only",
+                    where=f"input {node.target}",
+                    try_="derive sizes from the inputs (x.shape[0]) instead of constants",
+                )
+            inputs.append(InputSpec(str(node.target), shape, node.meta["dtype"], batch, seq))
+    return tuple(inputs)
+
+
+def _outputs(graph: fx.Graph, exported: torch.export.ExportedProgram) -> tuple[tuple[str, ...], Any, int | None]:
+    """Names of the flat outputs, the spec that rebuilds the user's type, and which one is the loss."""
+    leaves = list(next(n for n in graph.nodes if n.op == "output").args[0])
+    spec = exported.call_spec.out_spec
+    names = tuple(flat_names(spec.unflatten(range(len(leaves)))))
+    scalars = [
+        i
+        for i, leaf in enumerate(leaves)
+        if isinstance(leaf, fx.Node) and leaf.meta["shape"] == () and leaf.meta["dtype"].is_floating_point
+    ]
+    named = [i for i in scalars if names[i].split(".")[-1] == "loss"]
+    return names, spec, (named or scalars or [None])[0]
+
+
+def _seq_range(
+    exported: torch.export.ExportedProgram,
+    roles: Mapping[sympy.Symbol, sympy.Symbol],
+    inputs: Sequence[InputSpec],
+    fake: Mapping[str, Any],
+) -> tuple[int, int | None]:
+    """Lengths the captured branches hold for. A sequence that export had to fix is a range of one length."""
+    low, high = 1, None
+    for symbol, bounds in exported.range_constraints.items():
+        if roles.get(symbol) == SEQ:
+            low = max(low, int(bounds.lower)) if int(bounds.lower) > 2 else low
+            if bounds.upper.is_Integer and int(bounds.upper) < 2**31:
+                high = int(bounds.upper) if high is None else min(high, int(bounds.upper))
+    if all(i.seq_dim is None for i in inputs):
+        fixed = next((t.shape[1] for t in pytree.tree_leaves(fake) if isinstance(t, torch.Tensor) and t.dim() > 1), None)
+        if fixed is not None:
+            return int(fixed), int(fixed)
+    return low, high
+
+
+def _fingerprint(graph: fx.Graph, parameters: Mapping[str, ParameterSpec]) -> str:
+    lines = [f"{n.op} {n.meta.get('key', n.target)} {n.meta.get('shape')} {n.meta.get('dtype')}" for n in graph.nodes]
+    lines += [f"{p.name} {p.shape} {p.dtype}" for p in parameters.values()]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
