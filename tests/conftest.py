@@ -12,7 +12,7 @@ GOLDEN = Path(__file__).parent / "golden"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--update-golden", action="store_true", help="rewrite the texts in tests/golden instead of comparing")
+    parser.addoption("--update-golden", action="store_true", help="rewrite the texts in tests/golden, compare nothing")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
