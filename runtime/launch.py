@@ -1,0 +1,150 @@
+"""Starting ranks: n local gloo processes for tests, `verify` and the demo; torchrun's processes otherwise."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["RankTimeoutError", "RemoteTraceback", "join_torchrun", "run_ranks"]
+
+# Imported once in the fork server, so that a rank starts in a fraction of a second. A missing one is skipped.
+_PRELOAD = (
+    "torch",
+    "torch.distributed.pipelining",
+    "torch.distributed.device_mesh",
+    "torch.export",
+    "torch._dynamo",
+    "autopar.verify",
+    "transformers",
+    "transformers.modeling_utils",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+)
+
+
+class RemoteTraceback(Exception):
+    """Where in the failing rank an error came from; the cause of what `run_ranks` raises."""
+
+    def __init__(self, rank: int, text: str) -> None:
+        super().__init__(f"\n--- rank {rank} ---\n{text}")
+
+
+class RankTimeoutError(Exception):
+    """Not all ranks finished in time."""
+
+
+def run_ranks(n: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
+    """Run `fn(*args)` on `n` new gloo processes; return its results in rank order.
+
+    Inside `fn` the default process group exists (`dist.get_rank()`). `fn` is a module-level function; arguments and
+    results are pickled, so ranks share no memory. If a rank fails, its exception is raised here, with the remote
+    traceback as cause, as soon as it happens; RankTimeoutError after `timeout_s`. No process outlives the call.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(_PRELOAD))
+    payload = pickle.dumps((fn, args))
+    processes: list[BaseProcess] = []
+    readers: list[Connection] = []
+    with tempfile.TemporaryDirectory(prefix="autopar-ranks-") as folder:
+        store = str(Path(folder) / "store")
+        try:
+            for rank in range(n):
+                reader, writer = context.Pipe(duplex=False)
+                process = context.Process(target=_rank_main, args=(rank, n, store, payload, writer, timeout_s), daemon=True)
+                process.start()
+                writer.close()
+                processes.append(process)
+                readers.append(reader)
+            return _collect(readers, time.monotonic() + timeout_s, timeout_s)
+        finally:
+            for process in processes:
+                if process.exitcode is None:
+                    process.kill()
+                process.join()
+            for reader in readers:
+                reader.close()
+
+
+def _collect(readers: list[Connection], deadline: float, timeout_s: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    pending = {reader: rank for rank, reader in enumerate(readers)}
+    while pending:
+        ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            late = sorted(pending.values())
+            raise RankTimeoutError(f"ranks {late} of {len(readers)} did not finish within {timeout_s:g} s")
+        for reader in ready:
+            assert isinstance(reader, Connection)
+            rank = pending.pop(reader)
+            try:
+                ok, value, text = pickle.loads(reader.recv_bytes())
+            except EOFError:
+                raise RuntimeError(f"rank {rank} died without a word (killed, or out of memory)") from None
+            if not ok:
+                raise value from RemoteTraceback(rank, text)
+            results[rank] = value
+    return [results[rank] for rank in range(len(readers))]
+
+
+def _rank_main(rank: int, n: int, store: str, payload: bytes, writer: Connection, timeout_s: float) -> None:
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // n))
+    try:
+        fn, args = pickle.loads(payload)
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(store, n),
+            rank=rank,
+            world_size=n,
+            timeout=timedelta(seconds=timeout_s),
+        )
+        reply = pickle.dumps((True, fn(*args), ""))
+        dist.barrier()  # a rank that leaves early would close connections others still read from
+    except Exception as error:  # noqa: BLE001 - the border of the process: whatever it was goes to the parent
+        reply = pickle.dumps((False, _portable(error), traceback.format_exc()))
+    with contextlib.suppress(BrokenPipeError):
+        writer.send_bytes(reply)
+    writer.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _portable(error: Exception) -> Exception:
+    """The error itself if it survives pickling, else a RuntimeError with its text."""
+    try:
+        copy = pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001 - any user exception may fail to pickle in its own way
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error if isinstance(copy, type(error)) else RuntimeError(f"{type(error).__name__}: {error}")
+
+
+def join_torchrun() -> torch.device:
+    """The device of this process; joins the process group if torchrun started us and the user did not join already.
+
+    With a visible GPU the device is `cuda:LOCAL_RANK` and the backend NCCL (gloo for CPU tensors), else CPU and gloo.
+    A process that torchrun did not start stays alone.
+    """
+    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) if launched else torch.cuda.current_device())
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+    if launched and not dist.is_initialized():
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    if dist.is_initialized() and "nccl" not in str(dist.get_backend_config()):
+        return torch.device("cpu")
+    return device
