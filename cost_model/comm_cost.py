@@ -1,0 +1,76 @@
+"""Seconds a collective takes: alpha-beta per level of the network, groups placed where the mesh puts them.
+
+Bytes are always those of the whole, unsharded tensor (N). Per rank a ring moves 2 N (n-1)/n for an all-reduce,
+N (n-1)/n for all-gather and reduce-scatter, N (n-1)/n^2 for an all-to-all, and pays one latency per step. A group that
+spans several units of a level (nodes) has k members in each, so k network cards: its flow over that level is divided by
+k, and the slowest level it crosses sets the pace (as NCCL's parallel rings do). `bandwidth` of a link is per device
+with all devices talking, which is the case for every axis of an SPMD mesh, so `shared_by` needs no further division.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from autopar.mesh import Degrees
+from autopar.specs import ClusterSpec
+
+__all__ = ["GroupCost", "group_cost"]
+
+
+@dataclass(frozen=True)
+class GroupCost:
+    """Communication cost of one group of `size` ranks; all methods take whole-tensor bytes and return seconds."""
+
+    size: int
+    bytes_per_s: float
+    latency_s: float
+    reduces_in_network: bool = False
+
+    def seconds(self, kind: str, whole_bytes: float) -> float:
+        """`kind` is a collective of `autopar.placement.CONVERSIONS`, or "send" (whole_bytes over one hop)."""
+        if self.size == 1 or kind in ("none", "slice", "pad"):
+            return 0.0
+        n = self.size
+        if kind == "all_reduce":
+            return self._all_reduce(whole_bytes)
+        if kind in ("all_gather", "reduce_scatter"):
+            return whole_bytes * (n - 1) / n / self.bytes_per_s + (n - 1) * self.latency_s
+        if kind == "all_to_all":
+            return whole_bytes * (n - 1) / n**2 / self.bytes_per_s + (n - 1) * self.latency_s
+        if kind == "send":
+            return whole_bytes / self.bytes_per_s + self.latency_s
+        raise ValueError(f"unknown collective {kind!r}")
+
+    def _all_reduce(self, whole_bytes: float) -> float:
+        """The cheaper of a ring and a double tree, as NCCL chooses; in-network reduction moves every byte once."""
+        n = self.size
+        if self.reduces_in_network:
+            return whole_bytes / self.bytes_per_s + 2 * self.latency_s
+        ring = 2 * whole_bytes * (n - 1) / n / self.bytes_per_s + 2 * (n - 1) * self.latency_s
+        tree = 2 * whole_bytes / self.bytes_per_s + 2 * math.ceil(math.log2(n)) * self.latency_s
+        return min(ring, tree)
+
+
+def group_cost(cluster: ClusterSpec, degrees: Degrees, axis: str) -> GroupCost:
+    """Cost of the groups of one mesh axis, ranks numbered as `autopar.mesh` does. The slowest group counts."""
+    size, stride = getattr(degrees, axis), degrees.stride(axis)
+    if size == 1:
+        return GroupCost(1, math.inf, 0.0)
+    extent = size * stride
+    slowest, latency_s, reduces, inner_span = math.inf, 0.0, True, 1
+    for link in cluster.links:
+        if _fits(extent, inner_span):
+            break  # every group lies inside one unit of the level below
+        if stride < link.span or link is cluster.links[-1]:  # else members are further apart than this level reaches
+            members_per_unit = max(1, math.gcd(inner_span, extent) // stride)
+            slowest = min(slowest, link.bandwidth * link.efficiency * members_per_unit)
+            latency_s = max(latency_s, link.latency)
+            reduces = reduces and link.in_network_reduction
+        inner_span = link.span
+    return GroupCost(size, slowest, latency_s, reduces)
+
+
+def _fits(extent: int, span: int) -> bool:
+    """True if aligned runs of `extent` devices never cross a border between units of `span` devices."""
+    return extent <= span and span % extent == 0
