@@ -1,0 +1,133 @@
+"""Bring a captured graph to the one form the rules know. Plan-independent; numerics stay bit-identical.
+
+before    whatever torch.export wrote: bookkeeping ops, casts to the same dtype, slices of everything, in-place ops,
+          Conv1D as view-addmm-view, rms norm as five ops
+after     none of these: `linear` for Conv1D, `rms_norm` as one node, out-of-place ops, `reshape` for `view`
+requires  the contract of autopar.ir
+ensures   same values at every batch and sequence; no dead nodes. PassError as functionalize
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import fx
+
+from autopar.blocks import op_name
+from autopar.passes.functionalize import functionalize
+from autopar.passes.rms_norm_chain import fuse_rms_norms
+
+__all__ = ["canonicalize"]
+
+aten = torch.ops.aten
+
+
+def canonicalize(graph_module: fx.GraphModule) -> fx.GraphModule:
+    """Rewrite `graph_module` in place and return it."""
+    graph = graph_module.graph
+    for node in list(graph.nodes):
+        if node.op == "call_function":
+            _drop_bookkeeping(graph, node)
+    functionalize(graph)
+    for node in list(graph.nodes):
+        if node.op == "call_function" and _is_no_op(node):
+            node.replace_all_uses_with(_first(node))
+            graph.erase_node(node)
+    for node in list(graph.nodes):
+        if node.op == "call_function":
+            _linear_from_addmm(graph, node)
+            _reshape_from_view(node)
+    fuse_rms_norms(graph)
+    graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
+    graph_module.recompile()
+    return graph_module
+
+
+def _first(node: fx.Node) -> fx.Node:
+    first = node.args[0]
+    assert isinstance(first, fx.Node)
+    return first
+
+
+_BOOKKEEPING = {"_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range_for_size", "sym_constrain_range"}
+
+
+def _drop_bookkeeping(graph: fx.Graph, node: fx.Node) -> None:
+    if op_name(node) in _BOOKKEEPING:
+        graph.erase_node(node)
+
+
+def _is_no_op(node: fx.Node) -> bool:
+    """True if the op returns its first argument unchanged."""
+    test = _NO_OPS.get(op_name(node))
+    first = node.args[0] if node.args else None
+    return test is not None and isinstance(first, fx.Node) and test(node, first)
+
+
+def _same_type(node: fx.Node, x: fx.Node) -> bool:
+    return bool(node.meta["dtype"] == x.meta["dtype"] and node.meta["shape"] == x.meta["shape"])
+
+
+def _slices_all(node: fx.Node, x: fx.Node) -> bool:
+    start, step = (node.args[2] if len(node.args) > 2 else None), (node.args[4] if len(node.args) > 4 else 1)
+    end = node.args[3] if len(node.args) > 3 else None
+    return start in (None, 0) and step == 1 and (end is None or (isinstance(end, int) and end >= 2**31))
+
+
+def _drops_nothing(node: fx.Node, x: fx.Node) -> bool:
+    return node.args[1] == 0 or node.args[2] is False
+
+
+def _neutral(value: float) -> Callable[[fx.Node, fx.Node], bool]:
+    def test(node: fx.Node, x: fx.Node) -> bool:
+        other = node.args[1]
+        number = isinstance(other, int | float) and not isinstance(other, bool)
+        return number and other == value and not node.kwargs and _same_type(node, x)
+
+    return test
+
+
+_NO_OPS: dict[str, Callable[[fx.Node, fx.Node], bool]] = {
+    "to": _same_type,
+    "type_as": _same_type,
+    "_to_copy": _same_type,
+    "expand": _same_type,
+    "view": _same_type,
+    "reshape": _same_type,
+    "slice": _slices_all,
+    "dropout": _drops_nothing,
+    "add": _neutral(0),
+    "mul": _neutral(1),
+    "lift_fresh": lambda node, x: True,
+}
+
+def _reshape_from_view(node: fx.Node) -> None:
+    """A local shard need not be viewable where the global tensor was; reshape is the same op without that demand."""
+    if node.target is aten.view.default:
+        node.target = aten.reshape.default
+
+
+def _linear_from_addmm(graph: fx.Graph, node: fx.Node) -> None:
+    """`view(addmm(bias, view(x, [-1, k]), W), [..., n])` is `linear(x, W.t(), bias)` without flattening the sequence."""
+    if node.target is not aten.addmm.default or node.kwargs or len(node.users) != 1:
+        return
+    bias, flat, weight = node.args
+    after = next(iter(node.users))
+    if not (isinstance(flat, fx.Node) and op_name(flat) in ("view", "reshape")):
+        return
+    x = _first(flat)
+    wanted = (*x.meta["shape"][:-1], node.meta["shape"][-1])
+    if op_name(after) not in ("view", "reshape") or after.meta["shape"] != wanted:
+        return
+    if flat.meta["shape"][-1] != x.meta["shape"][-1]:
+        return
+    assert isinstance(weight, fx.Node) and isinstance(bias, fx.Node)
+    with graph.inserting_before(after):
+        transposed = graph.call_function(aten.t.default, (weight,))
+        transposed.meta = {**node.meta, "shape": tuple(reversed(weight.meta["shape"])), "dtype": weight.meta["dtype"]}
+        linear = graph.call_function(aten.linear.default, (x, transposed, bias))
+        linear.meta = {**node.meta, "shape": wanted}
+    after.replace_all_uses_with(linear)
+    graph.erase_node(after)
+    graph.erase_node(node)

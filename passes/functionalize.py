@@ -1,0 +1,88 @@
+"""Replace in-place ops by out-of-place ones. Plan-independent.
+
+before    capture keeps `x.add_(y)`, `x[:, 1:] = y` (slice, copy_) as the model wrote them
+after     `x1 = add(x, y)`; `x1 = slice_scatter(x, copy(slice(x), y))`; later readers of x read x1
+requires  the contract of autopar.ir
+ensures   no op changes its arguments, so passes may reorder, duplicate and cut. PassError if a tensor that is changed
+          stays visible under another name that is read later
+"""
+
+from __future__ import annotations
+
+from torch import _ops, fx, ops
+
+from autopar.blocks import op_name
+from autopar.errors import PassError
+
+__all__ = ["functionalize"]
+
+# The result of these may share memory with their first argument, so that an in-place op on one shows in the other.
+_VIEWS = {
+    "view", "reshape", "slice", "select", "transpose", "permute", "t", "expand", "unsqueeze", "squeeze", "split", "chunk",
+    "getitem", "unflatten", "flatten", "detach", "contiguous", "to", "type_as", "alias", "unbind", "narrow", "view_as",
+}  # fmt: skip
+
+
+def functionalize(graph: fx.Graph) -> None:
+    """Rewrite `graph` in place."""
+    for node in list(graph.nodes):
+        if node.op == "call_function" and _changes_first_argument(node):
+            _replace(graph, node)
+
+
+def _changes_first_argument(node: fx.Node) -> bool:
+    target = node.target
+    return isinstance(target, _ops.OpOverload) and target._schema.is_mutable and op_name(node).endswith("_")
+
+
+def _replace(graph: fx.Graph, node: fx.Node) -> None:
+    name = op_name(node)
+    packet = getattr(ops.aten, name[:-1], None)
+    changed = node.args[0]
+    assert isinstance(node.target, _ops.OpOverload) and isinstance(changed, fx.Node)
+    if packet is None:
+        raise _refusal(node, "has no out-of-place form")
+    node.target = getattr(packet, node.target._overloadname)
+    value, after = node, node
+    _redirect(changed, value, after)
+    while changed.op == "call_function" and op_name(changed) in _VIEWS:
+        parent = changed.args[0]
+        assert isinstance(parent, fx.Node)
+        with graph.inserting_after(after):
+            value = _write_back(graph, node, parent, changed, value)
+        after = value
+        _redirect(parent, value, after)
+        changed = parent
+    if changed.op != "call_function":
+        raise _refusal(node, "changes an input or a parameter of the model")
+
+
+def _write_back(graph: fx.Graph, node: fx.Node, parent: fx.Node, view: fx.Node, value: fx.Node) -> fx.Node:
+    """The parent tensor with `value` in the place its `view` showed."""
+    if op_name(view) == "slice":
+        result = graph.call_function(ops.aten.slice_scatter.default, (parent, value, *view.args[1:]))
+    elif op_name(view) == "select":
+        result = graph.call_function(ops.aten.select_scatter.default, (parent, value, *view.args[1:]))
+    else:
+        raise _refusal(node, f"changes a tensor through a {op_name(view)} view of it")
+    result.meta = {**parent.meta, "path": node.meta["path"]}
+    return result
+
+
+def _redirect(old: fx.Node, new: fx.Node, after: fx.Node) -> None:
+    """Readers of `old` later than `after` read `new`; refuse if a view of `old` taken before is read later."""
+    order = {n: i for i, n in enumerate(old.graph.nodes)}
+    for user in list(old.users):
+        if order[user] > order[after]:
+            user.replace_input_with(old, new)
+        elif op_name(user) in _VIEWS and any(order[u] > order[after] and u is not new for u in user.users):
+            raise _refusal(after, "changes a tensor of which a view taken before is read later")
+
+
+def _refusal(node: fx.Node, reason: str) -> PassError:
+    name = op_name(node)
+    return PassError(
+        f"in-place {name} {reason}",
+        where=f"functionalize: {node.meta.get('path') or 'model'}",
+        try_="write the out-of-place form in forward",
+    )

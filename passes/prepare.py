@@ -1,0 +1,34 @@
+"""The plan-independent passes, run once between capture and search."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+from torch import fx
+
+from autopar.blocks import annotate
+from autopar.ir import TracedModel
+from autopar.passes.canonicalize import canonicalize
+from autopar.passes.fold_masks import fold_masks
+
+__all__ = ["copy_graph", "prepare"]
+
+
+def prepare(traced: TracedModel) -> TracedModel:
+    """Canonicalize and fold masks on a copy of the graph; keys, gradient flow and segments are computed anew."""
+    graph_module = copy_graph(traced.graph_module)
+    canonicalize(graph_module)
+    fold_masks(graph_module, traced.inputs)
+    segments = annotate(graph_module.graph, traced.parameters)
+    return replace(traced, graph_module=graph_module, segments=segments)
+
+
+def copy_graph(graph_module: fx.GraphModule) -> fx.GraphModule:
+    """A graph of its own over the same tensors, with the nodes' meta copied one level deep."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in graph_module.graph.nodes:
+        copies[node] = graph.node_copy(node, lambda n: copies[n])
+        copies[node].meta = copy.copy(node.meta)
+    return fx.GraphModule(graph_module, graph, "Traced")
