@@ -1,14 +1,38 @@
-"""What the user states: the cluster, the training run and pins on the plan.
+"""What the user states: the cluster and the training run; pins on the plan are in autopar.pins.
 
 Units: bytes, seconds, flops per second; bandwidths are bytes per second per device and direction.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from autopar.checks import (
+    finite_non_negative,
+    finite_positive,
+    require_count,
+    require_fraction,
+    require_one_of,
+    require_text,
+)
+from autopar.errors import SpecError
+from autopar.pins import Pins
 
 __all__ = ["ClusterSpec", "DeviceSpec", "LinkSpec", "Pins", "StackSpec", "TrainSpec"]
+
+DTYPES = ("fp64", "fp32", "bf16", "fp16", "fp8")
+PRECISIONS = ("fp64", "fp32", "bf16", "fp16", "bf16-mixed")
+OPTIMIZERS = ("adamw", "adam", "sgd")
+ATTENTION = ("flash", "cudnn", "sdpa", "triton", "unfused")
+ELEMENTWISE = ("te", "compiled", "jit", "eager")
+GRADIENT_DTYPES = ("same", "fp32")
+OVERLAPS = ("dp_reduce", "tp_linear", "tp_ring", "cp_ring", "zero3_gather")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +46,8 @@ class DeviceSpec:
     launch_s              fixed cost of one kernel
     reserved_bytes        memory no tensor can use: context, collective buffers, fragmentation
     power_derate          sustained clock over the clock of the peak figures
+
+    Raises SpecError if a figure is not positive and finite, a fraction above 1, or more is reserved than there is.
     """
 
     name: str
@@ -35,6 +61,30 @@ class DeviceSpec:
     launch_s: float = 5e-6
     reserved_bytes: int = 0
     power_derate: float = 1.0
+
+    def __post_init__(self) -> None:
+        require_text(self.name, "device.name")
+        require_one_of(self.kind, ("cuda", "cpu"), "device.kind")
+        for name in ("memory_bytes", "memory_bandwidth"):
+            finite_positive(getattr(self, name), f"device.{name}")
+        finite_non_negative(self.launch_s, "device.launch_s")
+        for name in ("matmul_efficiency", "attention_efficiency", "memory_efficiency", "power_derate"):
+            require_fraction(getattr(self, name), f"device.{name}")
+        if not self.flops:
+            raise SpecError("must name at least one peak rate", where="device.flops")
+        for dtype, rate in self.flops.items():
+            require_one_of(dtype, DTYPES, "device.flops")
+            finite_positive(rate, f"device.flops[{dtype}]")
+        if finite_non_negative(self.reserved_bytes, "device.reserved_bytes") >= self.memory_bytes:
+            raise SpecError("no memory is left after what is reserved", where="device.reserved_bytes")
+        object.__setattr__(self, "flops", MappingProxyType(dict(self.flops)))
+
+    # A read-only view neither pickles nor hashes: both go through the plain values.
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_device_from, (_plain(self),))
+
+    def __hash__(self) -> int:
+        return hash(json.dumps(_plain(self), sort_keys=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,20 +105,48 @@ class LinkSpec:
     shared_by: int = 1
     in_network_reduction: bool = False
 
+    def __post_init__(self) -> None:
+        require_text(self.name, "link.name")
+        where = f"link {self.name!r}"
+        if isinstance(self.span, bool) or not isinstance(self.span, int):
+            raise SpecError(f"must be a number of devices, not {self.span!r}", where=f"{where}: span")
+        finite_positive(self.bandwidth, f"{where}: bandwidth")
+        finite_non_negative(self.latency, f"{where}: latency")
+        require_fraction(self.efficiency, f"{where}: efficiency")
+        require_count(self.shared_by, f"{where}: shared_by")
+        if not isinstance(self.in_network_reduction, bool):
+            raise SpecError("must be true or false", where=f"{where}: in_network_reduction")
+
 
 @dataclass(frozen=True, kw_only=True)
 class StackSpec:
-    """Declared properties of the software stack that prices depend on."""
+    """Declared properties of the software stack that prices depend on.
+
+    attention       the kernel: one of ATTENTION
+    elementwise     who fuses elementwise chains: one of ELEMENTWISE
+    gradient_dtype  "same" as the parameters', or "fp32"
+    overlap         what the runtime hides behind compute, of OVERLAPS
+    """
 
     attention: str = "flash"
     elementwise: str = "eager"
     gradient_dtype: str = "same"
     overlap: tuple[str, ...] = ("dp_reduce",)
 
+    def __post_init__(self) -> None:
+        require_one_of(self.attention, ATTENTION, "stack.attention")
+        require_one_of(self.elementwise, ELEMENTWISE, "stack.elementwise")
+        require_one_of(self.gradient_dtype, GRADIENT_DTYPES, "stack.gradient_dtype")
+        for name in self.overlap:
+            require_one_of(name, OVERLAPS, "stack.overlap")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterSpec:
-    """`num_devices` equal devices joined by `links`, innermost level first; the last level spans all of them."""
+    """`num_devices` equal devices joined by `links`, innermost level first; the last level spans all of them.
+
+    Raises SpecError unless the spans grow, each divides the next, and the last is `num_devices`.
+    """
 
     name: str
     device: DeviceSpec
@@ -76,11 +154,47 @@ class ClusterSpec:
     links: tuple[LinkSpec, ...]
     stack: StackSpec = StackSpec()
 
+    def __post_init__(self) -> None:
+        require_text(self.name, "name")
+        require_count(self.num_devices, "num_devices")
+        object.__setattr__(self, "links", tuple(self.links))
+        _check_spans(self.links, self.num_devices)
+
+    @staticmethod
+    def load(path: str | Path) -> ClusterSpec:
+        """Read a cluster file (docs/cluster_file.md). Raises SpecError naming file, key and the nearest known key."""
+        from autopar.cluster_file import load_cluster
+
+        return load_cluster(path)
+
+    @staticmethod
+    def preset(name: str, nodes: int = 1) -> ClusterSpec:
+        """`nodes` nodes of a known kind, `preset("dgx-h100", nodes=32)`; for "local", a node is one process here."""
+        from autopar.hardware import preset
+
+        return preset(name, nodes)
+
+    @staticmethod
+    def parse(text: str) -> ClusterSpec:
+        """A cluster as the command line names it: `dgx-h100:32`, `local:4`, or the path of a cluster file."""
+        if text.endswith(".toml") or "/" in text:
+            return ClusterSpec.load(text)
+        name, colon, nodes = text.partition(":")
+        if colon and not nodes.isdecimal():
+            raise SpecError(f"not a number of nodes: {nodes!r}", where=f"cluster {text!r}", try_=f"{name}:4")
+        return ClusterSpec.preset(name, int(nodes) if colon else 1)
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of everything but the name."""
+        return _fingerprint({k: v for k, v in _plain(self).items() if k != "name"})
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSpec:
     """The training run. `global_batch` and `seq_len` in sequences per step and tokens per sequence; None lets
-    `autopar.plan` choose and report them. `precision` None means the device's default: "fp32" on cpu, else "bf16-mixed".
+    `autopar.plan` choose and report them. `precision` None means the device's default: "fp32" on cpu, else
+    "bf16-mixed".
     """
 
     global_batch: int | None = None
@@ -88,21 +202,55 @@ class TrainSpec:
     precision: str | None = None
     optimizer: str = "adamw"
 
+    def __post_init__(self) -> None:
+        for name in ("global_batch", "seq_len"):
+            if getattr(self, name) is not None:
+                require_count(getattr(self, name), f"train.{name}")
+        if self.precision is not None:
+            require_one_of(self.precision, PRECISIONS, "train.precision")
+        require_one_of(self.optimizer, OPTIMIZERS, "train.optimizer")
 
-@dataclass(frozen=True, kw_only=True)
-class Pins:
-    """Constraints with names: what the user fixes. None is free. `sp` is sequence sharding over tp.
+    @property
+    def fingerprint(self) -> str:
+        return _fingerprint(_plain(self))
 
-    `modules` maps a module path pattern to a placement ("shard(1)", "replicate", "S(0)").
-    """
 
-    dp: int | None = None
-    cp: int | None = None
-    tp: int | None = None
-    sp: bool | None = None
-    pp: int | None = None
-    microbatch: int | None = None
-    schedule: str | None = None
-    zero: int | None = None
-    checkpoint: str | None = None
-    modules: Mapping[str, str] = field(default_factory=dict)
+def _check_spans(links: tuple[LinkSpec, ...], num_devices: int) -> None:
+    if not links:
+        if num_devices > 1:
+            raise SpecError(f"nothing joins the {num_devices} devices", where="links", try_="add a [[link]]")
+        return
+    inner = 0
+    for link in links:
+        where = f"link {link.name!r}: span"
+        if link.span <= inner:
+            raise SpecError(
+                f"{link.span} is not above {inner}, the level inside it", where=where, try_="innermost level first"
+            )
+        if inner and link.span % inner:
+            raise SpecError(f"{link.span} is not a multiple of {inner}, the level inside it", where=where)
+        inner = link.span
+    if inner != num_devices:
+        raise SpecError(
+            f"the outermost link spans {inner} of {num_devices} devices",
+            where=f"link {links[-1].name!r}: span",
+            try_=f"span = {num_devices} on the last [[link]]",
+        )
+
+
+def _plain(spec: Any) -> dict[str, Any]:
+    """`dataclasses.asdict`, which cannot copy a read-only mapping."""
+    if isinstance(spec, ClusterSpec):
+        links = [asdict(link) for link in spec.links]
+        return {**vars(spec), "device": _plain(spec.device), "links": links, "stack": asdict(spec.stack)}
+    if isinstance(spec, DeviceSpec):
+        return {**vars(spec), "flops": dict(spec.flops)}
+    return dict(vars(spec))
+
+
+def _device_from(values: dict[str, Any]) -> DeviceSpec:
+    return DeviceSpec(**values)
+
+
+def _fingerprint(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,0 +1,188 @@
+"""Pins: what the user fixes in a plan. Everything not pinned is searched."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from autopar.errors import SpecError, nearest
+from autopar.placement import parse_placement
+from autopar.plan import CHECKPOINT_MODES, SCHEDULES
+
+if TYPE_CHECKING:
+    from autopar.specs import ClusterSpec, TrainSpec
+
+__all__ = ["Pins"]
+
+COUNTS = ("dp", "cp", "tp", "pp", "microbatch")
+SWITCHES = {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pins:
+    """Constraints with names: what the user fixes. None is free. `sp` is sequence sharding over tp.
+
+    `modules` maps a module path pattern to a placement ("shard(1)", "replicate", "S(0)"). It is kept most specific
+    first, so that pins mean the same in any order. Raises SpecError if a value has the wrong type or range.
+    """
+
+    dp: int | None = None
+    cp: int | None = None
+    tp: int | None = None
+    sp: bool | None = None
+    pp: int | None = None
+    microbatch: int | None = None
+    schedule: str | None = None
+    zero: int | None = None
+    checkpoint: str | None = None
+    modules: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in COUNTS:
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise SpecError(f"must be a positive integer, not {value!r}", where=f"pin {name}")
+        if self.sp is not None and not isinstance(self.sp, bool):
+            raise SpecError(f"must be true or false, not {self.sp!r}", where="pin sp")
+        for name, allowed in (("schedule", SCHEDULES), ("zero", (0, 1, 2, 3)), ("checkpoint", CHECKPOINT_MODES)):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or value not in allowed):
+                raise SpecError(f"{value!r} is not one of {', '.join(map(str, allowed))}", where=f"pin {name}")
+        for pattern, text in self.modules.items():
+            _check_placement(pattern, text)
+        ordered = dict(sorted(self.modules.items(), key=lambda item: (_wildcards(item[0]), item[0])))
+        object.__setattr__(self, "modules", MappingProxyType(ordered))
+
+    # A read-only view neither pickles nor hashes: both go through the texts.
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Pins.parse, (list(self.texts()),))
+
+    def __hash__(self) -> int:
+        return hash(self.texts())
+
+    @staticmethod
+    def parse(texts: Iterable[str]) -> Pins:
+        """`["tp=2", "checkpoint=full", "model.layers.*.mlp.down_proj=shard(1)"]` -> Pins, whatever the order.
+
+        Raises SpecError for an unknown name (the nearest is named), a value of the wrong type, or a name given twice.
+        """
+        values: dict[str, Any] = {}
+        modules: dict[str, str] = {}
+        for text in texts:
+            key, equals, value = (part.strip() for part in text.partition("="))
+            if not (key and equals and value):
+                raise SpecError("not of the form name=value", where=f"pin {text!r}", try_="tp=2")
+            if key in values or key in modules:
+                raise SpecError("given twice", where=f"pin {key}")
+            if key in _names():
+                values[key] = _value(key, value)
+            else:
+                modules[key] = _module_placement(key, value)
+        return Pins(**values, modules=modules)
+
+    def texts(self) -> tuple[str, ...]:
+        """Inverse of `parse`."""
+        named = [(name, getattr(self, name)) for name in _names() if getattr(self, name) is not None]
+        shown = [f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in named]
+        return (*shown, *(f"{pattern}={placement}" for pattern, placement in self.modules.items()))
+
+    def check(self, cluster: ClusterSpec, train: TrainSpec) -> None:
+        """Refuse what no model could make legal, before one is captured. Raises SpecError: rule, values, legal values.
+
+        Degrees must multiply to the devices, dp x microbatch must divide the batch, cp the sequence.
+        """
+        _check_devices(self, cluster.num_devices)
+        if train.global_batch is not None:
+            _check_batch(self, train.global_batch)
+        if train.seq_len is not None and self.cp is not None and train.seq_len % self.cp:
+            raise SpecError(
+                f"the sequence of {train.seq_len} tokens cannot be cut into {self.cp} equal parts",
+                where="pin cp",
+                try_=f"cp one of {_nearest_divisors(train.seq_len, self.cp)}",
+            )
+
+
+def _check_devices(pins: Pins, num_devices: int) -> None:
+    degrees = {name: getattr(pins, name) for name in ("dp", "tp", "cp", "pp")}
+    pinned = {name: size for name, size in degrees.items() if size is not None}
+    product = math.prod(pinned.values())
+    shown = " x ".join(f"{name} {size}" for name, size in pinned.items())
+    if num_devices % product:
+        raise SpecError(
+            f"{shown} = {product} does not divide the {num_devices} devices",
+            where=f"pin {' '.join(pinned)}",
+            try_=f"a product of {_nearest_divisors(num_devices, product)}",
+        )
+    if len(pinned) == len(degrees) and product != num_devices:
+        raise SpecError(
+            f"{shown} = {product} uses {product} of the {num_devices} devices",
+            where=f"pin {' '.join(pinned)}",
+            try_=f"degrees whose product is {num_devices}, or leave one of them free",
+        )
+
+
+def _check_batch(pins: Pins, global_batch: int) -> None:
+    dp, microbatch = pins.dp or 1, pins.microbatch or 1
+    if global_batch % dp:
+        raise SpecError(
+            f"the global batch of {global_batch} sequences cannot be shared equally by dp {dp}",
+            where="pin dp",
+            try_=f"dp one of {_nearest_divisors(global_batch, dp)}",
+        )
+    if global_batch % (dp * microbatch):
+        share = f"{global_batch} / dp {dp} = {global_batch // dp}" if pins.dp else f"the global batch of {global_batch}"
+        raise SpecError(
+            f"microbatch {microbatch} does not divide {share} sequences",
+            where="pin microbatch",
+            try_=f"microbatch one of {_nearest_divisors(global_batch // dp, microbatch)}",
+        )
+
+
+def _nearest_divisors(number: int, wanted: int) -> str:
+    """Up to four divisors of `number` closest to `wanted`, in order: what a person would change the value to."""
+    divisors = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    divisors = sorted({*divisors, *(number // d for d in divisors)}, key=lambda d: (abs(d - wanted), d))
+    return ", ".join(map(str, sorted(divisors[:4])))
+
+
+def _names() -> list[str]:
+    return [f.name for f in fields(Pins) if f.name != "modules"]
+
+
+def _value(key: str, text: str) -> Any:
+    if key in (*COUNTS, "zero"):
+        if not text.isdecimal():
+            raise SpecError(f"must be an integer, not {text!r}", where=f"pin {key}")
+        return int(text)
+    if key == "sp":
+        if text.lower() not in SWITCHES:
+            raise SpecError(f"must be true or false, not {text!r}", where="pin sp")
+        return SWITCHES[text.lower()]
+    return text
+
+
+def _module_placement(key: str, value: str) -> str:
+    """A module pin's placement. A key without a dot whose value is no placement is a mistyped name, not a module."""
+    try:
+        parse_placement(value)
+    except ValueError as error:
+        if "." in key:
+            raise SpecError(str(error), where=f"pin {key}", try_="shard(1) or replicate") from error
+        raise SpecError(f"unknown pin {key!r}", where="pin", try_=nearest(key, _names())) from error
+    return value
+
+
+def _check_placement(pattern: str, text: str) -> None:
+    try:
+        placement = parse_placement(text)
+    except (ValueError, AttributeError) as error:
+        raise SpecError(str(error), where=f"pin {pattern}", try_="shard(1) or replicate") from error
+    if placement.kind not in ("R", "S"):
+        raise SpecError(f"a weight is replicated or sharded, not {text}", where=f"pin {pattern}")
+
+
+def _wildcards(pattern: str) -> int:
+    return sum("*" in part or "-" in part for part in pattern.split("."))

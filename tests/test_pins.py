@@ -1,0 +1,74 @@
+"""Pins: parsed in any order, refused by name, and checked against cluster and batch before a model is captured."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from typing import Any
+
+import pytest
+
+from autopar.errors import SpecError
+from autopar.pins import Pins
+
+TEXTS = ["tp=2", "sp=on", "checkpoint=full", "model.layers.*.mlp.down_proj=shard(1)", "model.layers.0.mlp.down_proj=R"]
+
+
+def test_pins_mean_the_same_in_any_order() -> None:
+    parsed = [Pins.parse(order) for order in itertools.permutations(TEXTS)]
+    assert all(p == parsed[0] and p.texts() == parsed[0].texts() for p in parsed)
+    assert parsed[0].tp == 2
+    assert parsed[0].sp is True
+    # The exact path comes before the pattern that covers it too.
+    assert list(parsed[0].modules) == ["model.layers.0.mlp.down_proj", "model.layers.*.mlp.down_proj"]
+
+
+def test_pins_survive_text_and_pickle() -> None:
+    pins = Pins.parse(TEXTS)
+    assert Pins.parse(pins.texts()) == pins
+    assert pickle.loads(pickle.dumps(pins)) == pins
+    assert Pins().texts() == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("tpp=2", "unknown pin 'tpp'.*did you mean 'tp'"),
+        ("micro_batch=2", "unknown pin 'micro_batch'.*did you mean 'microbatch'"),
+        ("tp", "not of the form name=value"),
+        ("tp=", "not of the form name=value"),
+        ("=2", "not of the form name=value"),
+        ("tp=two", "pin tp: must be an integer, not 'two'"),
+        ("tp=0", "pin tp: must be a positive integer"),
+        ("tp=-2", "pin tp: must be an integer"),
+        ("tp=shard(1)", "pin tp: must be an integer"),
+        ("sp=maybe", "pin sp: must be true or false"),
+        ("zero=4", "pin zero: 4 is not one of 0, 1, 2, 3"),
+        ("schedule=2f2b", "pin schedule: '2f2b' is not one of gpipe, 1f1b"),
+        ("checkpoint=some", "pin checkpoint: 'some' is not one of none, selective, full"),
+        ("lm_head=sharded", "unknown pin 'lm_head'"),
+        ("model.norm=shard(x)", "pin model.norm: not a placement"),
+        ("model.norm=P", "a weight is replicated or sharded, not P"),
+    ],
+)
+def test_wrong_pins(text: str, says: str) -> None:
+    with pytest.raises(SpecError, match=says):
+        Pins.parse([text])
+
+
+@pytest.mark.parametrize("key", ["tp=2", "lm_head=replicate"])
+def test_a_pin_given_twice_is_refused(key: str) -> None:
+    with pytest.raises(SpecError, match="given twice"):
+        Pins.parse([key, "pp=2", key])
+
+
+def test_module_pins_without_a_dot_are_modules() -> None:
+    assert Pins.parse(["lm_head=replicate"]).modules == {"lm_head": "replicate"}
+
+
+@pytest.mark.parametrize(
+    "values", [{"tp": True}, {"dp": 1.5}, {"sp": 1}, {"zero": True}, {"schedule": "none"}, {"modules": {"a": 1}}]
+)
+def test_pins_built_in_python_meet_the_same_checks(values: dict[str, Any]) -> None:
+    with pytest.raises(SpecError, match="pin"):
+        Pins(**values)
