@@ -19,6 +19,10 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from autopar.placement import CONVERSIONS, Placement, parse_placement
 from autopar.runtime.sharding import join_shards, local_slice, split_shards
 
+# torch 2.13 renamed both and warns about the old names. Flat views below: gloo wants input and output of equal rank.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 __all__ = ["bind", "convert", "resolve_group", "run_collective"]
 
 
@@ -110,14 +114,14 @@ def _all_reduce(x: Tensor, src: Placement, dst: Placement, group: dist.ProcessGr
 def _all_gather(x: Tensor, src: Placement, dst: Placement, group: dist.ProcessGroup) -> Tensor:
     x = x.contiguous()
     stacked = x.new_empty((group.size(), *x.shape))
-    dist.all_gather_into_tensor(stacked, x, group=group)
+    _all_gather_single(stacked.view(-1), x.view(-1), group=group)
     return join_shards(stacked, src)
 
 
 def _reduce_scatter(x: Tensor, src: Placement, dst: Placement, group: dist.ProcessGroup) -> Tensor:
     parts = split_shards(x, dst, group.size())
     mine = parts.new_empty(parts.shape[1:])
-    dist.reduce_scatter_tensor(mine, parts, group=group)
+    _reduce_scatter_single(mine.view(-1), parts.view(-1), group=group)
     return mine
 
 
@@ -128,7 +132,7 @@ def _all_to_all(x: Tensor, src: Placement, dst: Placement, group: dist.ProcessGr
         return _slice(_all_gather(x, src, dst, group), src, dst, group)
     outgoing = split_shards(x, dst, group.size())
     incoming = torch.empty_like(outgoing)
-    dist.all_to_all_single(incoming, outgoing, group=group)
+    dist.all_to_all_single(incoming.view(-1), outgoing.view(-1), group=group)
     return join_shards(incoming, src)
 
 

@@ -17,7 +17,7 @@ def rms_norm(
     """Root-mean-square norm over the last dim, op for op as Hugging Face models write it.
 
     x [..., h], weight [h] -> [..., h]. The statistics are taken in `compute_dtype` (None: the dtype of `x`).
-    `unit_offset` is Gemma's form, scale by `1 + weight` in `compute_dtype` before the cast back; otherwise the cast comes
+    `unit_offset` is Gemma's form: scale by `1 + weight` in `compute_dtype`, then cast back. Otherwise the cast comes
     first and `weight` multiplies in its own dtype.
     """
     dtype = x.dtype if compute_dtype is None else compute_dtype

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["RankTimeoutError", "RemoteTraceback", "join_torchrun", "run_ranks"]
+__all__ = ["RankTimeoutError", "RemoteTracebackError", "join_torchrun", "run_ranks"]
 
 # Imported once in the fork server, so that a rank starts in a fraction of a second. A missing one is skipped.
 _PRELOAD = (
@@ -36,7 +36,7 @@ _PRELOAD = (
 )
 
 
-class RemoteTraceback(Exception):
+class RemoteTracebackError(Exception):
     """Where in the failing rank an error came from; the cause of what `run_ranks` raises."""
 
     def __init__(self, rank: int, text: str) -> None:
@@ -64,7 +64,9 @@ def run_ranks(n: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 120
         try:
             for rank in range(n):
                 reader, writer = context.Pipe(duplex=False)
-                process = context.Process(target=_rank_main, args=(rank, n, store, payload, writer, timeout_s), daemon=True)
+                process = context.Process(
+                    target=_rank_main, args=(rank, n, store, payload, writer, timeout_s), daemon=True
+                )
                 process.start()
                 writer.close()
                 processes.append(process)
@@ -95,7 +97,7 @@ def _collect(readers: list[Connection], deadline: float, timeout_s: float) -> li
             except EOFError:
                 raise RuntimeError(f"rank {rank} died without a word (killed, or out of memory)") from None
             if not ok:
-                raise value from RemoteTraceback(rank, text)
+                raise value from RemoteTracebackError(rank, text)
             results[rank] = value
     return [results[rank] for rank in range(len(readers))]
 
@@ -139,7 +141,9 @@ def join_torchrun() -> torch.device:
     """
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) if launched else torch.cuda.current_device())
+        device = torch.device(
+            "cuda", int(os.environ.get("LOCAL_RANK", "0")) if launched else torch.cuda.current_device()
+        )
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")

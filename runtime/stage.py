@@ -14,8 +14,8 @@ __all__ = ["CheckpointedBlock"]
 class CheckpointedBlock(nn.Module):
     """Runs a block and keeps only its inputs for backward, which runs the block again.
 
-    The random state is restored for the second run, so dropout drops the same elements; collectives inside the block are
-    repeated, by every rank alike.
+    The random state is restored for the second run, so dropout drops the same elements; collectives inside the block
+    are repeated, by every rank alike.
     """
 
     def __init__(self, block: nn.Module) -> None:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import SpecError
-from autopar.runtime.launch import RankTimeoutError, RemoteTraceback, run_ranks
+from autopar.runtime.launch import RankTimeoutError, RemoteTracebackError, run_ranks
 
 
 def _sum_ranks(offset: int) -> tuple[int, float, int]:
@@ -33,7 +33,7 @@ def test_the_failing_rank_is_raised_without_waiting_for_the_others() -> None:
     start = time.monotonic()
     with pytest.raises(SpecError, match="boom") as caught:
         run_ranks(2, _fail_on_one, timeout_s=60)
-    assert isinstance(caught.value.__cause__, RemoteTraceback)
+    assert isinstance(caught.value.__cause__, RemoteTracebackError)
     assert "_fail_on_one" in str(caught.value.__cause__)
     assert time.monotonic() - start < 20
 
