@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed import distributed_c10d
 
 from autopar.placement import CONVERSIONS, Placement, parse_placement
 from autopar.runtime.sharding import join_shards, local_slice, split_shards
@@ -53,7 +53,7 @@ class _Convert(torch.autograd.Function):
         return result.view_as(result) if result is x else result
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         # The gradient travels the other way: it lies as `dst` says and must come to lie as `src` says.
         return run_collective(ctx.gradient, grad, ctx.dst, ctx.src, ctx.group), None, None, None, None
@@ -67,7 +67,7 @@ def run_collective(name: str, x: Tensor, src: Placement, dst: Placement, group: 
 def resolve_group(name: str) -> dist.ProcessGroup:
     """The process group of a name that `bind` put into a graph. Raises ValueError for an axis name left unbound."""
     try:
-        group: dist.ProcessGroup = _resolve_process_group(name)  # type: ignore[no-untyped-call]
+        group: dist.ProcessGroup = distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
     except (LookupError, RuntimeError) as error:
         raise ValueError(f"{name!r} is no process group here; was the graph bound?") from error
     return group

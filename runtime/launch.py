@@ -64,7 +64,7 @@ def run_ranks(n: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 120
         try:
             for rank in range(n):
                 reader, writer = context.Pipe(duplex=False)
-                process = context.Process(
+                process: BaseProcess = context.Process(
                     target=_rank_main, args=(rank, n, store, payload, writer, timeout_s), daemon=True
                 )
                 process.start()
@@ -108,7 +108,7 @@ def _rank_main(rank: int, n: int, store: str, payload: bytes, writer: Connection
         fn, args = pickle.loads(payload)
         dist.init_process_group(
             "gloo",
-            store=dist.FileStore(store, n),
+            store=dist.FileStore(store, n),  # type: ignore[attr-defined]
             rank=rank,
             world_size=n,
             timeout=timedelta(seconds=timeout_s),

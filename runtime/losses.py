@@ -100,7 +100,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         return per_token.masked_fill(~counted, 0.0).sum()
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         probabilities, local, owned, counted = ctx.saved_tensors
         weight = grad * counted.to(grad.dtype)

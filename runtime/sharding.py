@@ -31,8 +31,8 @@ def local_slice(tensor: Tensor, placement: Placement, index: int, n: int) -> Ten
     dim, left = placement.dim, placement.left
     if left == 1:
         return tensor.chunk(n, dim)[index].contiguous()
-    parts = tensor.unflatten(dim, (left, n, -1))
-    return parts.select(dim + 1, index).flatten(dim, dim + 1).contiguous()
+    piece: Tensor = tensor.unflatten(dim, (left, n, -1)).select(dim + 1, index)
+    return piece.flatten(dim, dim + 1).contiguous()
 
 
 def assemble(shards: Sequence[Tensor], placement: Placement) -> Tensor:
@@ -51,14 +51,14 @@ def split_shards(tensor: Tensor, placement: Placement, n: int) -> Tensor:
     """[...] -> [n, ...local], contiguous: entry i is what rank i holds of a sharded tensor."""
     _check_divides(tensor.shape, placement, n)
     dim, left = placement.dim, placement.left
-    parts = tensor.unflatten(dim, (left, n, -1)).movedim(dim + 1, 0)
+    parts: Tensor = tensor.unflatten(dim, (left, n, -1)).movedim(dim + 1, 0)
     return parts.flatten(dim + 1, dim + 2).contiguous()
 
 
 def join_shards(stacked: Tensor, placement: Placement) -> Tensor:
     """[n, ...local] -> [...], contiguous: inverse of `split_shards`."""
     dim, left = placement.dim, placement.left
-    parts = stacked.unflatten(dim + 1, (left, -1)).movedim(0, dim + 1)
+    parts: Tensor = stacked.unflatten(dim + 1, (left, -1)).movedim(0, dim + 1)
     return parts.flatten(dim, dim + 2).contiguous()
 
 
