@@ -25,7 +25,7 @@ class AutoparError(Exception):
     def __init__(self, what: str, *, where: str = "", try_: str = "") -> None:
         self.what, self.where, self.try_ = what, where, try_
         text = f"{where}: {what}" if where else what
-        super().__init__(f"{text} Try: {try_}" if try_ else text)
+        super().__init__(f"{text.removesuffix('.')}. Try: {try_}" if try_ else text)
 
 
 class SpecError(AutoparError):

@@ -1,0 +1,202 @@
+"""The command line: `autopar plan`, `autopar verify`, `autopar report`.
+
+An error meant for the user is one line on stderr and exit code 2, with nothing written; `verify` exits with 1 when the
+parallel run differs from the single process. Everything heavy is imported by the command that needs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autopar.errors import AutoparError, SpecError
+
+if TYPE_CHECKING:
+    from autopar.models import ModelSource
+    from autopar.specs import ClusterSpec, Pins, TrainSpec
+
+__all__ = ["main"]
+
+USER_ERROR, DIFFERS = 2, 1
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the process's exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        return int(options.run(options))
+    except AutoparError as error:
+        print(f"autopar: error: {error}", file=sys.stderr)
+        return USER_ERROR
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="autopar", description="A declarative auto-parallel compiler for PyTorch.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    plan = commands.add_parser("plan", help="search the best parallel plan for a model on a cluster")
+    _add_model(plan)
+    plan.add_argument("--cluster", required=True, help="dgx-h100:32, local:4 or a cluster file (TOML)")
+    plan.add_argument("--global-batch", required=True, type=int, metavar="N", help="sequences per optimizer step")
+    plan.add_argument("--seq-len", required=True, type=int, metavar="S", help="tokens per sequence")
+    plan.add_argument("--precision", help="fp32, bf16-mixed, ...; default: the device's")
+    plan.add_argument("--optimizer", default="adamw", help="adamw (default), adam or sgd")
+    _add_pins(plan)
+    plan.add_argument("-o", "--output", metavar="FILE", help="write the plan as JSON")
+    plan.add_argument("--json", action="store_true", help="print JSON instead of the report")
+    plan.set_defaults(run=_plan)
+
+    verify = commands.add_parser("verify", help="compare a parallel run with one process, parameter by parameter")
+    _add_model(verify)
+    verify.add_argument("--ranks", required=True, type=int, metavar="N", help="local processes to start")
+    _add_pins(verify)
+    verify.add_argument("--dtype", default="float64", choices=("float64", "float32"))
+    verify.add_argument("--steps", type=int, default=3, help="SGD steps, then as many AdamW steps (default 3)")
+    verify.add_argument("--json", action="store_true", help="print JSON instead of text")
+    verify.set_defaults(run=_verify)
+
+    report = commands.add_parser("report", help="print the report of a saved plan")
+    report.add_argument("plan", help="a plan file")
+    report.add_argument("--cluster", help="compare memory with this cluster's devices")
+    report.set_defaults(run=_report)
+    return parser
+
+
+def _add_model(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--model", required=True, help="a preset (llama3-8b, gpt2, ...), hf:PATH of a config.json, or py:module:factory"
+    )
+
+
+def _add_pins(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--pin",
+        action="append",
+        default=[],
+        metavar="K=V",
+        help="fix a choice: dp cp tp sp pp microbatch schedule zero checkpoint, or a module path's placement",
+    )
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from autopar.specs import ClusterSpec, Pins, TrainSpec
+
+    # Everything a typing error can hit comes before the imports and the capture that take seconds.
+    pins = Pins.parse(options.pin)
+    cluster = ClusterSpec.parse(options.cluster)
+    train = TrainSpec(
+        global_batch=options.global_batch,
+        seq_len=options.seq_len,
+        precision=options.precision,
+        optimizer=options.optimizer,
+    )
+    pins.check(cluster, train)
+    _check_output(options.output)
+
+    from autopar.models import resolve
+
+    source = resolve(options.model)
+    _check_sequence(source, options.seq_len)
+    found = _search(source, cluster, train, pins)
+    if options.output:
+        found["result"].plan.save(options.output)
+    if options.json:
+        print(json.dumps(_plan_json(found), indent=2))
+        return 0
+
+    from autopar.reports.text import render
+
+    result = found["result"]
+    print(render(result.plan, result, cluster=cluster, model=source.name, notices=found["notices"]), end="")
+    print(f"\ncapture {found['capture_s']:.1f} s, search {found['search_s']:.1f} s")
+    if options.output:
+        print(f"plan written to {options.output}")
+    return 0
+
+
+def _search(source: ModelSource, cluster: ClusterSpec, train: TrainSpec, pins: Pins) -> dict[str, Any]:
+    """Capture and search. `capture_s` and `search_s` exclude imports and the building of the meta model."""
+    from autopar.cost_model.search import search
+    from autopar.passes import prepare
+    from autopar.trace import trace
+
+    model, example = source.build(device="meta"), source.example()
+    start = time.perf_counter()
+    traced = prepare(trace(model, example))
+    captured = time.perf_counter()
+    result = search(traced, cluster, train, pins)
+    searched = time.perf_counter()
+    return {
+        "result": result,
+        "notices": traced.notices,
+        "capture_s": captured - start,
+        "search_s": searched - captured,
+    }
+
+
+def _plan_json(found: Mapping[str, Any]) -> dict[str, Any]:
+    result = found["result"]
+    counts = {key: result.statistics[key] for key in ("variables", "constraints", "candidates", "pruned")}
+    plan = result.plan.to_data()
+    return {
+        "capture_s": round(found["capture_s"], 3),
+        "search_s": round(found["search_s"], 3),
+        **counts,
+        "plan": plan,
+        "prediction": plan["prediction"],
+    }
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from autopar.specs import Pins
+
+    pins = Pins.parse(options.pin)
+    for name in ("ranks", "steps"):
+        if getattr(options, name) < 1:
+            raise SpecError(f"must be a positive integer, not {getattr(options, name)}", where=f"--{name}")
+
+    from autopar.verify import verify
+
+    result = verify(options.model, options.ranks, pins, dtype=options.dtype, steps=options.steps)
+    print(json.dumps(result.to_data(), indent=2) if options.json else result.text())
+    return 0 if result.passed else DIFFERS
+
+
+def _report(options: argparse.Namespace) -> int:
+    from autopar.plan import Plan
+    from autopar.reports.text import render
+    from autopar.specs import ClusterSpec
+
+    plan = Plan.load(options.plan)
+    cluster = ClusterSpec.parse(options.cluster) if options.cluster else None
+    print(render(plan, cluster=cluster), end="")
+    return 0
+
+
+def _check_output(path: str | None) -> None:
+    """Refuse now what would fail after the search."""
+    if path is None:
+        return
+    parent = Path(path).absolute().parent
+    if not parent.is_dir():
+        raise SpecError(f"no folder {parent}", where="--output", try_="a folder that exists")
+    if Path(path).is_dir():
+        raise SpecError("is a folder", where=f"--output {path}", try_="a file name in it, plan.json")
+
+
+def _check_sequence(source: ModelSource, seq_len: int) -> None:
+    if source.max_seq_len is not None and seq_len > source.max_seq_len:
+        raise SpecError(
+            f"{source.name} has learned positions for {source.max_seq_len} tokens, {seq_len} are asked for",
+            where="--seq-len",
+            try_=f"at most {source.max_seq_len}, or a config.json with a longer position table",
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,151 @@
+"""The command line: exit codes, one line for each user error, nothing written on failure, JSON as documented."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from autopar import cli
+from autopar.mesh import Degrees
+from autopar.plan import Plan
+
+PLAN = Plan(
+    degrees=Degrees(dp=2, tp=2),
+    global_batch=8,
+    seq_len=16,
+    micro_batch=2,
+    stages=(("model.layers.0-3",),),
+    prediction={
+        "step_time_s": 1.0,
+        "time_s": {"forward": 1.0},
+        "peak_memory_bytes": [{"parameters": 1024, "total": 1024}],
+    },
+)
+STATISTICS = {"variables": 12, "constraints": 8, "candidates": 6, "pruned": 4, "search_s": 0.5}
+ARGUMENTS = ["plan", "--model", "llama-tiny", "--cluster", "local:4", "--global-batch", "8", "--seq-len", "16"]
+
+
+@pytest.fixture
+def found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search that has already found PLAN, so that these tests are about the command line alone."""
+    result = SimpleNamespace(plan=PLAN, alternatives=(), statistics=STATISTICS)
+    answer = {"result": result, "notices": (), "capture_s": 0.25, "search_s": 0.5}
+    monkeypatch.setattr(cli, "_search", lambda *specs: answer)
+
+
+@pytest.mark.usefixtures("found")
+def test_plan_prints_the_report_and_saves_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.json"
+    assert cli.main([*ARGUMENTS, "-o", str(path)]) == 0
+    assert Plan.load(path) == PLAN
+    out = capsys.readouterr().out
+    assert "pp 1 x dp 2 x cp 1 x tp 2" in out
+    assert "capture 0.2 s, search 0.5 s" in out
+    assert f"plan written to {path}" in out
+
+
+@pytest.mark.usefixtures("found")
+def test_plan_json_is_the_only_output_and_holds_the_documented_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*ARGUMENTS, "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    counts = {"variables": 12, "constraints": 8, "candidates": 6, "pruned": 4}
+    assert list(data) == ["capture_s", "search_s", *counts, "plan", "prediction"]
+    assert {key: data[key] for key in counts} == counts
+    assert Plan.loads(json.dumps(data["plan"])) == PLAN
+    assert data["prediction"]["step_time_s"] == 1.0
+
+
+def changed(**options: str) -> list[str]:
+    """ARGUMENTS with some options replaced or added."""
+    arguments = list(ARGUMENTS)
+    for name, value in options.items():
+        flag = "--" + name.replace("_", "-")
+        if flag in arguments:
+            arguments[arguments.index(flag) + 1] = value
+        else:
+            arguments += [flag, value]
+    return arguments
+
+
+@pytest.mark.usefixtures("found")
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"model": "lama3-8b"}, "did you mean 'llama3-8b'"),
+        ({"cluster": "dgx-h10:2"}, "did you mean 'dgx-h100'"),
+        ({"cluster": "none.toml"}, "cannot read the cluster file"),
+        ({"pin": "tpp=2"}, "did you mean 'tp'"),
+        ({"pin": "tp=3"}, "tp 3 = 3 does not divide the 4 devices"),
+        ({"pin": "microbatch=3"}, "microbatch 3 does not divide the global batch of 8 sequences"),
+        ({"global_batch": "0"}, "train.global_batch: must be a positive integer, not 0"),
+        ({"precision": "fp12"}, "train.precision: 'fp12' is not one of"),
+        ({"model": "gpt2", "seq_len": "2048"}, "gpt2 has learned positions for 1024 tokens, 2048 are asked for"),
+        ({"output": "{tmp}/none/plan.json"}, "no folder"),
+        ({"output": "{tmp}"}, "is a folder"),
+    ],
+)
+def test_a_user_error_is_one_line_and_exit_code_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: dict[str, str], says: str
+) -> None:
+    target = tmp_path / "plan.json"
+    options = {key: value.format(tmp=tmp_path) for key, value in options.items()}
+    assert cli.main(changed(**{"output": str(target), **options})) == 2
+    out, err = capsys.readouterr()
+    assert says in err
+    assert err.startswith("autopar: error: ")
+    assert err.count("\n") == 1
+    assert out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_wrong_options_are_argparse_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["plan"], [*ARGUMENTS, "--batch", "8"], changed(global_batch="many"), []):
+        with pytest.raises(SystemExit) as caught:
+            cli.main(arguments)
+        assert caught.value.code == 2
+        assert "autopar" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("passed", "code"), [(True, 0), (False, 1)])
+def test_verify_exits_by_what_it_found(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], passed: bool, code: int
+) -> None:
+    calls: list[Any] = []
+
+    def verify(*arguments: Any, **options: Any) -> Any:
+        calls.append((arguments, options))
+        return SimpleNamespace(passed=passed, to_data=lambda: {"loss_error": 0.5}, text=lambda: "loss 0.5")
+
+    monkeypatch.setitem(sys.modules, "autopar.verify", SimpleNamespace(verify=verify))
+    arguments = ["verify", "--model", "llama-tiny", "--ranks", "4", "--pin", "tp=2"]
+    assert cli.main(arguments) == code
+    assert capsys.readouterr().out == "loss 0.5\n"
+    assert cli.main([*arguments, "--json"]) == code
+    assert json.loads(capsys.readouterr().out) == {"loss_error": 0.5}
+    (model, ranks, pins), options = calls[0]
+    assert (model, ranks, pins.tp, options) == ("llama-tiny", 4, 2, {"dtype": "float64", "steps": 3})
+
+
+@pytest.mark.parametrize("option", ["--ranks", "--steps"])
+def test_verify_refuses_counts_below_one(capsys: pytest.CaptureFixture[str], option: str) -> None:
+    assert cli.main(["verify", "--model", "llama-tiny", "--ranks", "1", option, "0"]) == 2
+    assert f"{option}: must be a positive integer" in capsys.readouterr().err
+
+
+def test_report_reads_a_saved_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    PLAN.save(tmp_path / "plan.json")
+    assert cli.main(["report", str(tmp_path / "plan.json"), "--cluster", "dgx-a100-80g"]) == 0
+    assert PLAN.fingerprint in capsys.readouterr().out
+    assert cli.main(["report", str(tmp_path / "none.json")]) == 2
+
+
+def test_help_needs_no_torch() -> None:
+    code = "import sys; from autopar.cli import _parser; _parser().format_help(); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "False\n"
