@@ -17,7 +17,7 @@ from torch import fx
 
 from autopar.ir import ParameterSpec, Segment
 
-__all__ = ["annotate"]
+__all__ = ["annotate", "layer_of", "op_name"]
 
 # Outputs of these carry no gradient although they may be floating point.
 _NO_GRADIENT = {"detach", "zeros_like", "ones_like", "full_like", "new_ones", "new_zeros", "new_full", "argmax", "bernoulli"}
@@ -173,7 +173,8 @@ def _structure(graph: fx.Graph, segment: int) -> str:
     lines = []
     for node in _ops_of(graph, segment):
         arguments = fx.node.map_arg((node.args, node.kwargs), lambda n: _Reference(refer(n)))
-        lines.append(f"{node.target} {arguments} {node.meta.get('shape')} {node.meta.get('dtype')}")
+        target = node.target if isinstance(node.target, torch._ops.OpOverload) else op_name(node)  # no addresses
+        lines.append(f"{target} {arguments} {node.meta.get('shape')} {node.meta.get('dtype')}")
         local[node] = f"n{len(local)}"
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
 

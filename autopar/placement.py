@@ -80,6 +80,7 @@ def parse_placement(text: str) -> Placement:
 CONVERSIONS: dict[tuple[str, str], tuple[str, str]] = {
     ("R", "R|P"): ("none", "all_reduce"),
     ("R", "S"): ("slice", "all_gather"),
+    ("R", "P"): ("keep_first", "none"),
     ("R|P", "S"): ("slice", "pad"),
     ("S", "R"): ("all_gather", "slice"),
     ("S", "R|P"): ("all_gather", "reduce_scatter"),
@@ -88,4 +89,5 @@ CONVERSIONS: dict[tuple[str, str], tuple[str, str]] = {
     ("P", "R|P"): ("all_reduce", "all_reduce"),
     ("P", "S"): ("reduce_scatter", "all_gather"),
 }
-"""What a change of placement costs. R|P -> R, R -> P, S -> P and R|P -> P are never needed and not offered."""
+"""What a change of placement costs. R -> P keeps the value on rank 0 and zeros elsewhere: how a bias joins a partial sum
+once, with its gradient complete on every rank. R|P -> R, S -> P and R|P -> P are never needed and not offered."""

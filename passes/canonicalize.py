@@ -37,7 +37,7 @@ def canonicalize(graph_module: fx.GraphModule) -> fx.GraphModule:
     for node in list(graph.nodes):
         if node.op == "call_function":
             _linear_from_addmm(graph, node)
-            _reshape_from_view(node)
+            _rename(node)
     fuse_rms_norms(graph)
     graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
     graph_module.recompile()
@@ -102,10 +102,21 @@ _NO_OPS: dict[str, Callable[[fx.Node, fx.Node], bool]] = {
     "lift_fresh": lambda node, x: True,
 }
 
-def _reshape_from_view(node: fx.Node) -> None:
-    """A local shard need not be viewable where the global tensor was; reshape is the same op without that demand."""
-    if node.target is aten.view.default:
-        node.target = aten.reshape.default
+def _rename(node: fx.Node) -> None:
+    """One name for ops that say the same. A local shard need not be viewable where the global tensor was; reshape is
+    view without that demand."""
+    if node.target in (aten.view.default, aten.unflatten.int, aten.flatten.using_ints):
+        sizes = node.args[1] if node.target is aten.view.default else _sizes(node)
+        if sizes is not None:
+            node.target, node.args = aten.reshape.default, (node.args[0], sizes)
+    elif node.target is aten.type_as.default:
+        node.target, node.args = aten.to.dtype, (node.args[0], node.meta["dtype"])
+
+
+def _sizes(node: fx.Node) -> list[int] | None:
+    """The result's shape with one -1 for a symbolic dim; None if there are several."""
+    sizes = [d if isinstance(d, int) else -1 for d in node.meta["shape"]]
+    return sizes if sizes.count(-1) <= 1 else None
 
 
 def _linear_from_addmm(graph: fx.Graph, node: fx.Node) -> None:

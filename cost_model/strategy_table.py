@@ -1,0 +1,269 @@
+"""All strategies of every op of a graph over one mesh axis, from the rules.
+
+A strategy fixes the placement of each argument and of the result. Which strided shards (dim, left) are worth offering is
+found by a fixpoint: shards enter at weights, attention heads, the sequence and widened dims, and travel along letters and
+through reshape and split in both directions. That is how the layout of a fused q|k|v projection is found without a
+pattern: heads of q, k and v seen backwards through view and split are S(.., left=3) of the projection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import sympy
+from torch import fx
+
+from autopar.blocks import op_name
+from autopar.cost_model.dim_maps import Shard2, is_mapped, map_backward, map_forward
+from autopar.cost_model.sharding_rules import LOSSES, Letter, Rule, rule_of
+from autopar.cost_model.structural_rules import structural_rule
+from autopar.ir import Dim, Shape, TracedModel
+from autopar.placement import PARTIAL, REPLICATE, REPLICATE_PARTIAL_GRAD, Placement, Shard
+
+__all__ = ["Strategy", "StrategyTable", "strategies_of_graph", "strategy_table", "tensor_arguments"]
+
+R, RP = REPLICATE, REPLICATE_PARTIAL_GRAD
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """Placements of a node's arguments (aligned with `node.all_input_nodes`, None for sizes) and of its result."""
+
+    inputs: tuple[Placement | None, ...]
+    output: Placement
+
+    def __str__(self) -> str:
+        return f"{', '.join(str(p) for p in self.inputs if p is not None)} -> {self.output}"
+
+
+StrategyTable: TypeAlias = Mapping[fx.Node, tuple[Strategy, ...]]
+
+
+def strategy_table(traced: TracedModel, tp: int, seq_len: int) -> StrategyTable:
+    """Strategies of every tensor node of `traced`; layers of one class share the work of the first of them.
+
+    seq_len is the number of tokens a sequence may be sharded over (it has to divide). Parameters and inputs are listed
+    with what they can be; graph inputs are replicated over tp.
+    """
+    table: dict[fx.Node, tuple[Strategy, ...]] = {}
+    by_class: dict[str, list[tuple[Strategy, ...] | None]] = {}
+    for segment in traced.segments:
+        nodes = list(traced.nodes_of(segment))
+        known = by_class.get(segment.class_id)
+        if known is None:
+            local = strategies_of_graph(nodes, tp, {traced.seq: seq_len}, traced.batch)
+            by_class[segment.class_id] = [local.get(n) for n in nodes]
+            for node, options in local.items():
+                table[node] = tuple(dict.fromkeys((*table.get(node, ()), *options)))
+        else:
+            table |= {n: s for n, s in zip(nodes, known, strict=True) if s is not None}
+    for node in traced.graph_module.graph.nodes:
+        if node.op in ("placeholder", "get_attr") and node.meta["shape"] is not None:
+            table.setdefault(node, _source_strategies(node, tp))
+    return table
+
+
+def tensor_arguments(node: fx.Node) -> list[fx.Node]:
+    """The arguments that are tensors, in order, once each."""
+    return [n for n in node.all_input_nodes if isinstance(n.meta["shape"], tuple)]
+
+
+def _source_strategies(node: fx.Node, tp: int) -> tuple[Strategy, ...]:
+    sharded = [Strategy((), Shard(d)) for d in range(len(node.meta["shape"])) if _splits(node.meta["shape"], (d, 1), tp, {})]
+    return (Strategy((), R), *(sharded if node.op == "get_attr" else ()))
+
+
+def strategies_of_graph(
+    nodes: list[fx.Node], tp: int, sizes: Mapping[sympy.Symbol, int], batch: sympy.Symbol
+) -> dict[fx.Node, tuple[Strategy, ...]]:
+    """Strategies of `nodes` (a segment, in order). The batch belongs to dp, so dims that carry it are never split."""
+    relations = {n: relation for n in nodes if (relation := _relation(n)) is not None}
+    shards = _fixpoint(relations, _seeds(relations), _splitter(tp, sizes))
+    table = {n: _strategies(n, relation, shards, _splitter(tp, sizes)) for n, relation in relations.items()}
+    for node in relations:
+        for source in tensor_arguments(node):
+            if source.op == "get_attr" and source not in table:
+                options = [Shard(*s) for s in sorted(shards.get(source, ()))]
+                table[source] = (Strategy((), R), *(Strategy((), s) for s in options))
+    return table
+
+
+Splits: TypeAlias = Callable[[Shape, Shard2], bool]
+
+
+def _splitter(tp: int, sizes: Mapping[sympy.Symbol, int]) -> Splits:
+    return lambda shape, shard: _splits(shape, shard, tp, sizes)
+
+
+def _splits(shape: Shape, shard: Shard2, tp: int, sizes: Mapping[sympy.Symbol, int]) -> bool:
+    """True if the inner factor of the dim divides by the degree; a dim with the batch or an unknown size does not."""
+    size: Dim = shape[shard[0]]
+    if not isinstance(size, int):
+        if size not in sizes:
+            return False
+        size = sizes[size]
+    return size % shard[1] == 0 and (size // shard[1]) % tp == 0
+
+
+@dataclass(frozen=True)
+class _Relation:
+    """How the shards of a node's arguments and result belong together: by letters, or by a map of dims."""
+
+    tensors: list[fx.Node]
+    rule: Rule
+    mapped: bool = False
+
+
+def _relation(node: fx.Node) -> _Relation | None:
+    if not isinstance(node.meta["shape"], tuple):
+        return None  # a size
+    tensors = tensor_arguments(node)
+    if is_mapped(node):
+        return _Relation(tensors, Rule((), ((PARTIAL,),)), mapped=True)
+    if len(tensors) == 1 and node.all_input_nodes.count(tensors[0]) == 1 and _reads_twice(node, tensors[0]):
+        doubled = rule_of(node, tensors * 2)  # x * x: both arguments are the one tensor, so it is not linear in it
+        letters = tuple(Letter(x.name, x.inputs[:1], x.output) for x in doubled.letters) if doubled else ()
+        return _Relation(tensors, Rule(letters))
+    rule = rule_of(node, tensors) or structural_rule(node, tensors)
+    return _Relation(tensors, rule or Rule(()))
+
+
+def _reads_twice(node: fx.Node, tensor: fx.Node) -> bool:
+    return sum(a is tensor for a in (*node.args, *node.kwargs.values())) > 1
+
+
+Shards: TypeAlias = dict[fx.Node, set[Shard2]]
+
+_HEADS = {"scaled_dot_product_attention": 1, "matmul": 1, "bmm": 0}
+
+
+def _seeds(relations: Mapping[fx.Node, _Relation]) -> Shards:
+    """Weight dims, attention heads, the sequence dim of activations, and dims an expand widens."""
+    seeds: Shards = {}
+    for node, relation in relations.items():
+        for source in relation.tensors:
+            if source.op == "get_attr":
+                seeds.setdefault(source, set()).update((d, 1) for d in range(len(source.meta["shape"])))
+            else:
+                seeds.setdefault(source, set()).update(_sequence_dims(source))
+        seeds.setdefault(node, set()).update(_sequence_dims(node))
+        heads = _HEADS.get(op_name(node))
+        if heads is not None and len(node.meta["shape"]) == heads + 3:
+            for tensor in (node, *relation.tensors):
+                if len(tensor.meta["shape"]) == heads + 3:
+                    seeds.setdefault(tensor, set()).add((heads, 1))
+        if op_name(node) == "expand":
+            seeds[node].update((x.output, 1) for x in relation.rule.letters if x.inputs == (None,) and x.output is not None)
+    return seeds
+
+
+def _sequence_dims(node: fx.Node) -> Iterable[Shard2]:
+    shape = _shape(node)
+    return ((d, 1) for d, size in enumerate(shape) if isinstance(size, sympy.Symbol) and size.name == "seq")
+
+
+def _fixpoint(relations: Mapping[fx.Node, _Relation], seeds: Shards, splits: Splits) -> Shards:
+    """Spread shards over all relations until nothing changes; only shards that divide are kept."""
+    shards: Shards = {}
+
+    def add(node: fx.Node, shard: Shard2 | None) -> bool:
+        if shard is None or shard in shards.setdefault(node, set()):
+            return False
+        if shard[0] >= len(_shape(node)) or not splits(_shape(node), shard):
+            return False
+        shards[node].add(shard)
+        return True
+
+    for node, initial in seeds.items():
+        for shard in initial:
+            add(node, shard)
+    changed = True
+    while changed:
+        changed = False
+        for node, relation in relations.items():
+            for target, shard in _spread(node, relation, shards):
+                changed |= add(target, shard)
+    return shards
+
+
+def _spread(node: fx.Node, relation: _Relation, shards: Shards) -> list[tuple[fx.Node, Shard2 | None]]:
+    """What the shards known at one op imply for its arguments and its result."""
+    found: list[tuple[fx.Node, Shard2 | None]] = []
+    if relation.mapped:
+        source = relation.tensors[0]
+        found += [(node, map_forward(node, source.meta["shape"], s)) for s in shards.get(source, ())]
+        found += [(source, map_backward(node, source.meta["shape"], s)) for s in shards.get(node, ())]
+        return found
+    for letter in relation.rule.letters:
+        places = _places(node, relation.tensors, letter)
+        lefts = {left for tensor, dim in places for d, left in shards.get(tensor, ()) if d == dim}
+        found += [(tensor, (dim, left)) for tensor, dim in places for left in lefts]
+    return found
+
+
+def _places(node: fx.Node, tensors: list[fx.Node], letter: Letter) -> list[tuple[fx.Node, int]]:
+    places = [(t, dim) for t, dim in zip(tensors, letter.inputs, strict=True) if dim is not None]
+    return places if letter.output is None else [*places, (node, letter.output)]
+
+
+def _shape(node: fx.Node) -> Shape:
+    """Shape of a tensor, or of the first of several equal ones (split)."""
+    shape: Shape = node.meta["shape"]
+    return shape[0] if shape and isinstance(shape[0], tuple) else shape  # type: ignore[return-value]
+
+
+def _strategies(node: fx.Node, relation: _Relation, shards: Shards, splits: Splits) -> tuple[Strategy, ...]:
+    """All R, all R|P, partial sums that pass, and every letter at every known left."""
+    rows: list[tuple[tuple[Placement, ...], Placement]] = []
+    count = len(relation.tensors)
+    rows.append(((R,) * count, R))
+    if node.meta["grad"]:
+        rows.append(((RP,) * count, RP))
+        rows += [(inputs, PARTIAL) for inputs in relation.rule.partial]
+    if relation.mapped:
+        source = relation.tensors[0]
+        for shard in sorted(shards.get(source, ())):
+            target = map_forward(node, source.meta["shape"], shard)
+            if target is not None and target in shards.get(node, ()):
+                rows.append(((Shard(*shard),), Shard(*target)))
+    for letter in relation.rule.letters:
+        rows += _letter_strategies(node, relation.tensors, letter, shards, splits)
+    position = {t: i for i, t in enumerate(relation.tensors)}
+    return tuple(
+        Strategy(tuple(inputs[position[n]] if n in position else None for n in node.all_input_nodes), output)
+        for inputs, output in dict.fromkeys(rows)
+    )
+
+
+def _letter_strategies(
+    node: fx.Node, tensors: list[fx.Node], letter: Letter, shards: Shards, splits: Splits
+) -> list[tuple[tuple[Placement, ...], Placement]]:
+    places = _places(node, tensors, letter)
+    if not places or all(t is node for t, _ in places):
+        lefts = {left for d, left in shards.get(node, ()) if d == letter.output}
+    else:
+        lefts = {left for t, dim in places for d, left in shards.get(t, ()) if d == dim}
+    unequal = len({str(_shape(t)[dim]) for t, dim in places}) > 1
+    rows = []
+    for left in sorted(lefts):
+        if not all(splits(_shape(t), (dim, left)) for t, dim in places) or (unequal and left > 1):
+            continue
+        inputs = tuple(RP if dim is None else Shard(dim, left) for dim in letter.inputs)
+        rows.append(_special(node, letter, inputs, PARTIAL if letter.output is None else Shard(letter.output, left)))
+    return rows
+
+
+def _special(
+    node: fx.Node, letter: Letter, inputs: tuple[Placement, ...], output: Placement
+) -> tuple[tuple[Placement, ...], Placement]:
+    """Where a kernel or a bias deviates from the plain reading of a letter."""
+    name = op_name(node)
+    if name in LOSSES and letter.name == "v":
+        return (inputs[0], R), R  # the vocabulary-parallel kernel sums over ranks inside
+    if name == "linear" and letter.name == "k" and len(inputs) == 3:
+        return (*inputs[:2], PARTIAL), output  # the bias joins the partial sum once: R -> P keeps it on one rank
+    if name == "embedding" and letter.name == "v":
+        return (inputs[0], R), PARTIAL  # indices carry no gradient
+    return inputs, output
