@@ -1,6 +1,6 @@
 """Trains a small Llama on the sources of the Python standard library, planned and run on 4 local processes.
 
-    python examples/train_llama.py                             # the demo: one process first, then 4, then the comparison
+    python examples/train_llama.py                             # the demo: one process, then 4, then compared
     python examples/train_llama.py --pin tp=2 --pin pp=2       # the same with choices fixed
     torchrun --nproc-per-node 4 examples/train_llama.py        # the 4 processes alone
 
