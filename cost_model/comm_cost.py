@@ -17,6 +17,9 @@ from autopar.specs import ClusterSpec
 
 __all__ = ["GroupCost", "group_cost"]
 
+_LOCAL = frozenset({"none", "slice", "pad", "keep_first"})
+"""Parts of a conversion that move nothing."""
+
 
 @dataclass(frozen=True)
 class GroupCost:
@@ -29,7 +32,7 @@ class GroupCost:
 
     def seconds(self, kind: str, whole_bytes: float) -> float:
         """`kind` is a collective of `autopar.placement.CONVERSIONS`, or "send" (whole_bytes over one hop)."""
-        if self.size == 1 or kind in ("none", "slice", "pad"):
+        if self.size == 1 or kind in _LOCAL:
             return 0.0
         n = self.size
         if kind == "all_reduce":
