@@ -92,7 +92,7 @@ def conversion_bytes(
     pair = CONVERSIONS.get((source.kind, target.kind))
     if pair is None or (pair[0] == "keep_first" and node.op != "get_attr"):
         return math.inf
-    whole = itemsize * math.prod(sizes.get(str(d), d) if not isinstance(d, int) else d for d in _numbers(node, sizes))
+    whole = itemsize * math.prod(_numbers(node, sizes))
     moved = {
         "none": 0.0,
         "slice": 0.0,

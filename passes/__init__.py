@@ -1,5 +1,7 @@
 """Rewrite passes: `(TracedModel or graph, plan, position) -> graph`, one file and one public function each."""
 
+from autopar.passes.pipeline import apply
 from autopar.passes.prepare import prepare
+from autopar.passes.token_loss import token_count
 
-__all__ = ["prepare"]
+__all__ = ["apply", "prepare", "token_count"]

@@ -1,0 +1,96 @@
+"""The passes in order: a traced model and a plan in, the stages that run out.
+
+    prepare (canonicalize, fold_masks)            once, before the search
+    sum_loss > shard_parameters > insert_collectives > localize_shapes > outline_blocks > checkpoint_blocks > split_stages
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from torch import fx
+
+from autopar.errors import PlanMismatchError
+from autopar.ir import StageGraph, TracedModel
+from autopar.passes.checkpoint_blocks import checkpoint_blocks
+from autopar.passes.insert_collectives import insert_collectives
+from autopar.passes.invariants import check_invariants
+from autopar.passes.localize_shapes import localize_shapes
+from autopar.passes.outline_blocks import outline_blocks
+from autopar.passes.prepare import copy_graph
+from autopar.passes.shard_parameters import shard_parameters
+from autopar.passes.split_stages import split_stages
+from autopar.passes.token_loss import keep_outputs, sum_loss
+from autopar.plan import Plan
+from autopar.printing import diff_graphs, format_graph
+
+__all__ = ["PASSES", "Rewrite", "apply"]
+
+Rewrite = Callable[[TracedModel, Plan], fx.GraphModule]
+
+PASSES: tuple[tuple[str, Rewrite], ...] = (
+    ("shard_parameters", shard_parameters),
+    ("insert_collectives", lambda traced, plan: insert_collectives(traced.graph_module)),
+    ("localize_shapes", lambda traced, plan: localize_shapes(traced.graph_module, plan.degrees.tp)),
+    ("outline_blocks", lambda traced, plan: outline_blocks(traced.graph_module, traced.segments)),
+    ("checkpoint_blocks", lambda traced, plan: checkpoint_blocks(traced.graph_module, plan)),
+)
+"""Rewrites of the whole graph; split_stages then maps it to a graph a stage."""
+
+_TENSOR_PARALLEL = ("shard_parameters", "insert_collectives", "localize_shapes")
+
+
+def apply(
+    traced: TracedModel, plan: Plan, *, outputs: str = "loss", show: Callable[[str], None] | None = None
+) -> tuple[StageGraph, ...]:
+    """All stages of `plan` for a prepared model.
+
+    outputs: "loss" for the training step (returns `loss_sum` [1], unscaled), "all" for the user's own outputs.
+    show: called with the text diff of each pass.
+    Raises PlanMismatchError if the plan does not fit the model, PassError if a pass cannot keep its promise.
+    """
+    _check(traced, plan)
+    graph_module = copy_graph(traced.graph_module)
+    names = traced.outputs
+    if outputs == "loss":
+        graph_module, names = sum_loss(graph_module, traced), ("loss_sum",)
+    else:
+        graph_module = keep_outputs(graph_module)
+    traced = replace(traced, graph_module=graph_module)
+    before = format_graph(graph_module.graph) if show else ""
+    for name, rewrite in PASSES:
+        if plan.degrees.tp == 1 and name in _TENSOR_PARALLEL:
+            continue
+        graph_module = rewrite(traced, plan)
+        check_invariants(graph_module.graph, after=name)
+        if show:
+            after = format_graph(graph_module.graph)
+            show(diff_graphs(before, after, name))
+            before = after
+    return split_stages(graph_module, traced, plan, names)
+
+
+def _check(traced: TracedModel, plan: Plan) -> None:
+    wanted = plan.fingerprints.get("model")
+    if wanted and wanted != traced.fingerprint:
+        raise PlanMismatchError(
+            f"the plan was made for another model (fingerprint {wanted}, this one {traced.fingerprint})",
+            where="fingerprints.model",
+            try_="plan again for this model",
+        )
+    if plan.degrees.cp > 1:
+        raise PlanMismatchError("context parallelism is not executed yet", where="degrees.cp", try_="cp=1")
+    if plan.zero or plan.virtual_stages > 1 or plan.schedule not in ("gpipe", "1f1b"):
+        raise PlanMismatchError(
+            f"schedule {plan.schedule}, zero {plan.zero}, virtual_stages {plan.virtual_stages}: not executed yet",
+            where="plan",
+            try_="schedule gpipe or 1f1b, zero 0, virtual_stages 1",
+        )
+    low, high = traced.seq_range
+    if plan.seq_len < low or (high is not None and plan.seq_len > high):
+        raise PlanMismatchError(
+            f"seq_len {plan.seq_len} is outside what the captured graph is valid for ({low} to {high or 'any'})",
+            where="seq_len",
+            try_="capture with an example of that length",
+        )

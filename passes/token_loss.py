@@ -1,0 +1,198 @@
+"""Turn the model's mean loss into (sum over tokens, number of tokens), which are the same however a batch is cut.
+
+before    the loss output is cross_entropy_loss(reduction=mean) over non-ignored targets, or another mean, perhaps scaled
+after     the graph returns `loss_sum` of shape [1]; `token_count` builds the graph of the count from the inputs alone
+requires  canonicalize
+ensures   sum of loss_sum over all micro-batches and replicas / sum of counts = the model's loss on the whole batch
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.blocks import op_name
+from autopar.errors import UnsupportedModelError
+from autopar.ir import TracedModel
+from autopar.passes.prepare import copy_graph
+from autopar.runtime.losses import cross_entropy_sum
+
+__all__ = ["keep_outputs", "sum_loss", "token_count"]
+
+aten = torch.ops.aten
+_MEAN, _SUM = 1, 2
+_LINEAR = ("to", "reshape", "mul", "div", "neg", "squeeze", "unsqueeze")
+
+
+def sum_loss(graph_module: fx.GraphModule, traced: TracedModel) -> fx.GraphModule:
+    """Make `loss_sum` [1] the only output of `graph_module`, in place."""
+    graph = graph_module.graph
+    loss = _loss_node(graph, traced)
+    term = _term(loss)
+    with graph.inserting_before(term.node):
+        total = term.make_sum(graph)
+        total.meta = {**term.node.meta}
+    term.node.replace_all_uses_with(total)
+    output = _output(graph)
+    loss = total if loss is term.node else loss
+    with graph.inserting_before(output):
+        vector = graph.call_function(aten.reshape.default, (loss, [1]))
+        vector.meta = {**loss.meta, "shape": (1,), "key": "::loss_sum#0"}
+    output.args = ((vector,),)
+    return _clean(graph_module)
+
+
+def keep_outputs(graph_module: fx.GraphModule) -> fx.GraphModule:
+    """The form that returns all the user's outputs; nothing to rewrite, the mean is taken over the whole input."""
+    return _clean(graph_module)
+
+
+def token_count(traced: TracedModel) -> fx.GraphModule | None:
+    """A graph from the model inputs it needs to the number of loss terms (0-d); None if the loss already is a sum."""
+    graph_module = copy_graph(traced.graph_module)
+    graph = graph_module.graph
+    term = _term(_loss_node(graph, traced))
+    output = _output(graph)
+    with graph.inserting_before(output):
+        count = term.make_count(graph)
+    if count is None:
+        return None
+    output.args = (count,)
+    _clean(graph_module)
+    for node in list(graph.nodes):
+        if node.op == "placeholder" and not node.users:
+            graph.erase_node(node)
+        elif node.op == "get_attr" and node.meta["grad"]:
+            raise UnsupportedModelError("the number of loss terms depends on activations", where="loss", try_=_ADVICE)
+    return fx.GraphModule(graph_module, graph, "TokenCount")
+
+
+@dataclass(frozen=True)
+class _Term:
+    """The averaging op under the loss: how to make it a sum, and what it averages over."""
+
+    node: fx.Node
+    make_sum: Callable[[fx.Graph], fx.Node]
+    make_count: Callable[[fx.Graph], fx.Node | None]
+
+
+_ADVICE = "let forward return one mean cross entropy over tokens, or pass loss_fn"
+
+
+def _loss_node(graph: fx.Graph, traced: TracedModel) -> fx.Node:
+    if traced.loss is None:
+        raise UnsupportedModelError(
+            "the model returns no scalar loss", where="forward", try_="pass labels in the example, or a loss_fn"
+        )
+    loss = _output(graph).args[0][traced.loss]  # type: ignore[index]
+    assert isinstance(loss, fx.Node)
+    return loss
+
+
+def _output(graph: fx.Graph) -> fx.Node:
+    return next(n for n in reversed(graph.nodes) if n.op == "output")
+
+
+def _term(loss: fx.Node) -> _Term:
+    """Walk down from the loss through scaling by constants to the op that averages."""
+    node = loss
+    while node.op == "call_function" and op_name(node) in _LINEAR and len(node.all_input_nodes) == 1:
+        if op_name(node) in ("mul", "div") and len([a for a in node.args if isinstance(a, fx.Node)]) != 1:
+            break
+        node = node.all_input_nodes[0]
+    build = _TERMS.get(op_name(node)) if node.op == "call_function" else None
+    term = build(node) if build else None
+    if term is None:
+        raise UnsupportedModelError(
+            f"the loss is not a mean over tokens: it ends in {op_name(node)}",
+            where=str(node.meta.get("path") or "forward"),
+            try_=_ADVICE,
+        )
+    return term
+
+
+def _argument(node: fx.Node, index: int, name: str, default: Any) -> Any:
+    return node.args[index] if len(node.args) > index else node.kwargs.get(name, default)
+
+
+def _cross_entropy(node: fx.Node) -> _Term | None:
+    logits, target = node.args[0], _argument(node, 1, "target", None)
+    weight = _argument(node, 2, "weight", None)
+    reduction, ignore = _argument(node, 3, "reduction", _MEAN), _argument(node, 4, "ignore_index", -100)
+    smoothing = _argument(node, 5, "label_smoothing", 0.0)
+    if weight is not None or reduction not in (_MEAN, _SUM) or not isinstance(target, fx.Node):
+        return None
+    if target.meta["dtype"].is_floating_point:
+        return None
+
+    def make_sum(graph: fx.Graph) -> fx.Node:
+        options = {"ignore_index": ignore, "label_smoothing": smoothing}
+        return graph.call_function(cross_entropy_sum, (logits, target), options)
+
+    def make_count(graph: fx.Graph) -> fx.Node | None:
+        if reduction == _SUM:
+            return None
+        return graph.call_function(aten.sum.default, (graph.call_function(aten.ne.Scalar, (target, ignore)),))
+
+    return _Term(node, make_sum, make_count)
+
+
+def _mean(node: fx.Node) -> _Term | None:
+    x = node.args[0]
+    if len(node.args) > 1 or node.kwargs or not isinstance(x, fx.Node):
+        return None
+
+    def make_sum(graph: fx.Graph) -> fx.Node:
+        return graph.call_function(aten.sum.default, (x,))
+
+    return _Term(node, make_sum, lambda graph: _numel(graph, x))
+
+
+def _squared_error(node: fx.Node) -> _Term | None:
+    x, y = node.args[:2]
+    reduction = _argument(node, 2, "reduction", _MEAN)
+    if reduction not in (_MEAN, _SUM) or not isinstance(x, fx.Node):
+        return None
+    target = node.target
+    assert callable(target)
+
+    def make_sum(graph: fx.Graph) -> fx.Node:
+        return graph.call_function(target, (x, y, _SUM))
+
+    return _Term(node, make_sum, lambda graph: _numel(graph, x) if reduction == _MEAN else None)
+
+
+def _numel(graph: fx.Graph, x: fx.Node) -> fx.Node:
+    """Number of elements from sizes of the inputs, without running the model."""
+    shape = x.meta["shape"]
+    total: Any = 1
+    for size in shape:
+        factor = size if isinstance(size, int) else _input_size(graph, size)
+        total = factor if total == 1 else graph.call_function(torch.mul, (total, factor))
+    return graph.call_function(torch.as_tensor, (total,))
+
+
+def _input_size(graph: fx.Graph, size: Any) -> fx.Node:
+    for node in graph.nodes:
+        if node.op == "placeholder" and size in node.meta["shape"]:
+            dim = node.meta["shape"].index(size)
+            return graph.call_function(torch.as_tensor, (graph.call_function(aten.sym_size.int, (node, dim)),))
+    raise UnsupportedModelError(f"the loss averages over {size}, not an input size", where="loss", try_=_ADVICE)
+
+
+_TERMS: dict[str, Callable[[fx.Node], _Term | None]] = {
+    "cross_entropy_loss": _cross_entropy,
+    "mean": _mean,
+    "mse_loss": _squared_error,
+    "l1_loss": _squared_error,
+}
+
+
+def _clean(graph_module: fx.GraphModule) -> fx.GraphModule:
+    graph_module.graph.eliminate_dead_code(lambda n: n.op in ("placeholder", "output"))
+    graph_module.recompile()
+    return graph_module
