@@ -1,0 +1,233 @@
+"""The parallel module: a model that trains over the ranks of a plan exactly as it would on one.
+
+Loss: the mean over all tokens of the global batch that count. The graph returns sums; the number of tokens is summed
+over micro-batches and dp ranks once, before backward, and every gradient reduction is a sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+
+from autopar.errors import AutoparError
+from autopar.ir import StageGraph, TracedModel
+from autopar.plan import Plan
+from autopar.runtime.limits import refuse_unbuilt
+from autopar.runtime.outputs import WholeForward
+from autopar.runtime.pipeline import PipelineRunner
+from autopar.runtime.reducer import GradientReducer, GroupSum
+from autopar.runtime.rows import count_micro_batches, cut_rows, row_count
+from autopar.runtime.stage import localize, set_training
+from autopar.runtime.state import LocalState
+from autopar.runtime.tokens import TokenCounter
+from autopar.runtime.world import World
+
+__all__ = ["ParallelModule"]
+
+
+class ParallelModule(nn.Module):
+    """A model cut by a plan. Collective: every rank builds it with the same model and plan, and calls it alike.
+
+    stages       one graph per pipeline stage, of which this rank runs its own
+    token_count  graph from model inputs to the number of tokens the loss averages over
+    whole        builds the graph with all the user's outputs, for `pm(**batch)`; None under pipeline parallelism
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        traced: TracedModel,
+        plan: Plan,
+        stages: tuple[StageGraph, ...],
+        *,
+        token_count: fx.GraphModule | None,
+        whole: Callable[[], StageGraph] | None,
+        device: torch.device,
+        bucket_bytes: int = 25 * 2**20,
+        overlap: bool = True,
+    ) -> None:
+        super().__init__()
+        refuse_unbuilt(plan, traced)
+        self.plan, self.traced = plan, traced
+        self.world = World(plan, device)
+        self._state = LocalState(model, stages, self.world)
+        self.notices = [*traced.notices, *self._state.notices]
+        self._stage = stages[self.world.position["pp"]]
+        # Kept in tuples: nn.Module would list the parameters of a child module under paths of its graph.
+        self._graphs: tuple[fx.GraphModule, ...] = (self._localize(self._stage),)
+        self._whole: tuple[WholeForward, ...] = ()
+        self._build_whole = whole
+        self._counter = TokenCounter(None if token_count is None else localize(token_count, {}, {}, device), self.world)
+        self._tokens = torch.ones((), device=device)
+        self._reducer = GradientReducer(
+            list(self._state.parameters.values()),
+            self.world.group("dp"),
+            [*self._partial_sums(), *self._tied_sums()],
+            bucket_bytes=bucket_bytes,
+            overlap=overlap,
+        )
+        self._pipeline = self._new_pipeline()
+
+    def step(self, batch: Any, *, local: bool = False) -> Tensor:
+        """Forward and backward of one global batch; afterwards gradients are complete. Returns the loss, 0-d and the
+        same on every rank.
+
+        batch: what the model takes (mapping of arguments, sequence of positional ones, or the one argument): the global
+        batch, the same on every rank; with `local=True` only the rows of this rank's dp position. Rows must be a
+        multiple of dp x micro_batch (local: of micro_batch); more rows than planned are more micro-batches.
+        Raises SpecError for rows that do not divide or inputs that were not captured.
+        """
+        if self.traced.loss is None:
+            raise AutoparError(
+                "the model returns no loss", where="step", try_="pass labels in the example, or loss_fn to parallelize"
+            )
+        inputs = self._own_rows(self._bind(batch), local)
+        micro_batches = count_micro_batches(row_count(self.traced.inputs, inputs), 1, self.plan.micro_batch)
+        self._tokens = self._counter.total(inputs)
+        self._reducer.begin(micro_batches)
+        if self._pipeline is not None:
+            losses = self._pipeline.run(inputs, micro_batches)
+        else:
+            losses = self._accumulate(inputs, micro_batches)
+        self._reducer.finish()
+        return self._agreed_loss(losses)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's outputs for the global batch, in the user's type, whole on every rank; see runtime/outputs.py.
+
+        `step` moves less. Raises AutoparError under pipeline parallelism.
+        """
+        inputs = self._own_rows(self.traced.signature.bind(args, kwargs), local=False)
+        return self._whole_forward()(inputs)
+
+    def optimizer(self, cls: Callable[..., torch.optim.Optimizer], **options: Any) -> torch.optim.Optimizer:
+        """`cls(parameters, **options)` over this rank's trainable parameters.
+
+        They are slices: exact for any optimizer that works element by element (SGD, Adam, AdamW, ...).
+        """
+        return cls([p for p in self.parameters() if p.requires_grad], **options)
+
+    def full_gradients(self) -> dict[str, Tensor | None]:
+        """Whole gradients under original names, on every rank; None where there is none. Collective."""
+        return self._state.gather({name: p.grad for name, p in self._state.parameters.items()})
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's parameters (local slices) under original names, in the order of the user's model."""
+        dot = f"{prefix}." if prefix else ""
+        return ((dot + name, p) for name, p in self._state.named_parameters())
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:  # type: ignore[override]
+        """Whole tensors under the names of the user's own state_dict. Collective."""
+        return self._state.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> None:
+        """Take over whole tensors under original names; all of them have to be there."""
+        self._state.load(state_dict)
+
+    def train(self, mode: bool = True) -> ParallelModule:
+        """Dropout on (True) or off."""
+        changed = mode != self.training
+        super().train(mode)
+        if changed:
+            for graph in (*self._graphs, *(w.graph_module for w in self._whole)):
+                set_training(graph, mode)
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> ParallelModule:
+        raise AutoparError(
+            "a parallel module cannot be moved or cast", try_="move or cast the model before parallelize"
+        )
+
+    def _localize(self, stage: StageGraph) -> fx.GraphModule:
+        tensors = self._state.tensors_of(stage)
+        return localize(stage.graph_module, tensors, self.world.group_names(), self.world.device)
+
+    def _bind(self, batch: Any) -> dict[str, Tensor]:
+        signature = self.traced.signature
+        if hasattr(batch, "keys"):  # a Mapping, or a tokenizer's BatchEncoding, which is none
+            return signature.bind((), {str(key): batch[key] for key in batch.keys()})  # noqa: SIM118
+        return signature.bind(batch if isinstance(batch, list | tuple) else (batch,), {})
+
+    def _own_rows(self, inputs: dict[str, Tensor], local: bool) -> dict[str, Tensor]:
+        """This dp rank's rows, on its device."""
+        dp = self.world.size("dp")
+        if dp > 1 and not local:
+            count_micro_batches(row_count(self.traced.inputs, inputs), dp, self.plan.micro_batch)
+            inputs = cut_rows(self.traced.inputs, inputs, dp)[self.world.position["dp"]]
+        return {name: t.to(self.world.device, non_blocking=True) for name, t in inputs.items()}
+
+    def _scaled_loss(self, loss_sum: Tensor) -> Tensor:
+        return loss_sum.sum() / self._tokens
+
+    def _accumulate(self, inputs: Mapping[str, Tensor], micro_batches: int) -> list[Tensor]:
+        losses = []
+        for part in cut_rows(self.traced.inputs, inputs, micro_batches):
+            outputs = self._graphs[0](**{name: part[name] for name in self._stage.inputs})
+            loss = self._scaled_loss(outputs[0])
+            loss.backward()
+            losses.append(loss.detach())
+        return losses
+
+    def _agreed_loss(self, losses: list[Tensor]) -> Tensor:
+        """The sum over micro-batches and dp ranks, from the last stage to all; in fp32, or fp64 if the model's is."""
+        node = next(n for n in self.traced.graph_module.graph.nodes if n.op == "output").args[0][self.traced.loss]
+        dtype = torch.float64 if node.meta["dtype"] == torch.float64 else torch.float32
+        if losses:
+            total = self.world.sum(torch.stack(losses).sum(), "dp").to(dtype)
+        else:
+            total = torch.zeros((), dtype=dtype, device=self.world.device)
+        self.world.broadcast(total, "pp", self.world.size("pp") - 1)
+        return total
+
+    def _whole_forward(self) -> WholeForward:
+        if self._build_whole is None:
+            raise AutoparError(
+                "a pipelined model runs by micro-batches only",
+                where="forward",
+                try_="pm.step(batch), or a plan with pp=1",
+            )
+        if not self._whole:
+            graph = self._localize(self._build_whole())
+            set_training(graph, self.training)
+            self._whole = (WholeForward(graph, self.traced, self.world, self._counter, self._reducer),)
+        return self._whole[0]
+
+    def _partial_sums(self) -> list[GroupSum]:
+        group = self.world.group("tp")
+        partial = [self._state.parameters[name] for name, shard in self._state.shards.items() if shard.grad_partial]
+        return [GroupSum(tuple(partial), group)] if group is not None and partial else []
+
+    def _tied_sums(self) -> list[GroupSum]:
+        """One sum over the stages that share a parameter, per set of stages."""
+        shared: dict[tuple[int, ...], list[nn.Parameter]] = {}
+        for name, parameter in self._state.named_parameters():
+            holders = self._state.holders(name)
+            if len(holders) > 1 and parameter.requires_grad:
+                shared.setdefault(tuple(holders), []).append(parameter)
+        sums = []
+        for stages, parameters in sorted(shared.items()):
+            ranks = [self.world.global_rank("pp", stage) for stage in stages]
+            group = dist.new_group(ranks, use_local_synchronization=True)
+            sums.append(GroupSum(tuple(parameters), group))
+        return sums
+
+    def _new_pipeline(self) -> PipelineRunner | None:
+        group = self.world.group("pp")
+        if group is None:
+            return None
+        return PipelineRunner(
+            self._graphs[0],
+            [s for s in self.traced.inputs if s.name in self._stage.inputs],
+            index=self.world.position["pp"],
+            stages=self.world.size("pp"),
+            schedule=self.plan.schedule,
+            device=self.world.device,
+            group=group,
+            loss=self._scaled_loss,
+        )

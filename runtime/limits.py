@@ -1,0 +1,47 @@
+"""What a plan may say that this runtime does not execute yet: refused by name before anything is built."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+
+from autopar.errors import PlanMismatchError, SpecError
+from autopar.ir import TracedModel
+from autopar.plan import Plan
+
+__all__ = ["model_precision", "refuse_unbuilt"]
+
+_PRECISIONS = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def refuse_unbuilt(plan: Plan, traced: TracedModel) -> None:
+    """Raise SpecError or PlanMismatchError for the first thing in the plan that cannot be run."""
+    unbuilt = {
+        f"degrees.cp {plan.degrees.cp}": plan.degrees.cp > 1,
+        f"zero {plan.zero}": plan.zero > 0,
+        f"virtual_stages {plan.virtual_stages}": plan.virtual_stages > 1,
+        f"schedule {plan.schedule!r}": plan.schedule not in ("gpipe", "1f1b"),
+    }
+    for what, refused in unbuilt.items():
+        if refused:
+            raise SpecError(f"{what} can be planned but not run yet", where="plan")
+    own = model_precision(traced)
+    if plan.precision != own:
+        raise PlanMismatchError(
+            f"the plan trains in {plan.precision}, the model's parameters are {own}",
+            where="precision",
+            try_=f"cast the model before parallelize, or plan with precision {own}"
+            + ("; bf16-mixed is not built yet" if plan.precision == "bf16-mixed" else ""),
+        )
+
+
+def model_precision(traced: TracedModel) -> str:
+    """The dtype most parameters have, by the plan's name for it ("fp64", "fp32", "bf16", "fp16")."""
+    numel: Counter[torch.dtype] = Counter()
+    for p in traced.parameters.values():
+        if p.dtype in _PRECISIONS:
+            numel[p.dtype] += p.numel
+    if not numel:
+        raise SpecError("the model has no floating-point parameters", where="model")
+    return _PRECISIONS[numel.most_common(1)[0][0]]

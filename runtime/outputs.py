@@ -1,0 +1,70 @@
+"""The model called as a function: the user's outputs, whole on every rank, with a backward that is complete.
+
+Every output is gathered, over tp inside the graph and over dp here. So whatever loss the user makes of them, on each
+rank the same, has the gradients of one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from autopar.errors import AutoparError
+from autopar.ir import TracedModel
+from autopar.runtime.collectives import convert
+from autopar.runtime.reducer import GradientReducer
+from autopar.runtime.tokens import TokenCounter
+from autopar.runtime.world import World
+
+__all__ = ["WholeForward"]
+
+
+class WholeForward:
+    """Calls a localized graph of all outputs on this dp rank's rows; see the module docstring."""
+
+    def __init__(
+        self,
+        graph_module: fx.GraphModule,
+        traced: TracedModel,
+        world: World,
+        tokens: TokenCounter,
+        reducer: GradientReducer,
+    ) -> None:
+        self.graph_module = graph_module
+        self._traced, self._world, self._tokens, self._reducer = traced, world, tokens, reducer
+        self._batch_dims = _batch_dims(traced)
+
+    def __call__(self, inputs: Mapping[str, Tensor]) -> Any:
+        outputs = list(self.graph_module(**inputs))
+        for i, value in enumerate(outputs):
+            if isinstance(value, Tensor):
+                outputs[i] = self._reducer.reduce_after_backward(self._across_dp(i, value, inputs))
+        return pytree.tree_unflatten(outputs, self._traced.out_spec)
+
+    def _across_dp(self, i: int, value: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+        group = self._world.group("dp")
+        if group is None:
+            return value
+        if i == self._traced.loss:  # a mean over this rank's tokens: weigh it by them
+            mine = self._tokens.local(inputs)
+            return convert(value * (mine / self._world.sum(mine, "dp")), "P", "R", group=group.group_name)
+        dim = self._batch_dims[i]
+        if dim is None:
+            raise AutoparError(
+                f"output {self._traced.outputs[i]!r} has no batch dim and cannot be put together from dp ranks",
+                where="forward",
+                try_="pm.step(batch), or a plan with dp=1",
+            )
+        return convert(value, f"S({dim})", "R", group=group.group_name)
+
+
+def _batch_dims(traced: TracedModel) -> list[int | None]:
+    """Of each output, the dim that carries the batch."""
+    output = next(n for n in traced.graph_module.graph.nodes if n.op == "output")
+    shapes = [n.meta["shape"] if isinstance(n, fx.Node) else None for n in output.args[0]]
+    return [
+        None if shape is None else next((d for d, s in enumerate(shape) if s == traced.batch), None) for shape in shapes
+    ]

@@ -1,0 +1,189 @@
+"""Gradient sums across ranks, once per step: over dp while backward still runs, then what passes left partial.
+
+Losses are divided by the number of tokens of the whole batch before backward, so every reduction is a sum.
+
+The dp sum is cut into buckets over the parameters in reverse execution order, the order in which their gradients get
+ready. A bucket is sent when the last micro-batch has added to all its members. Buckets go out in a fixed order, which
+every rank follows, and contain the same elements whether they are sent early or at the end: overlap changes no bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+__all__ = ["GradientReducer", "GroupSum", "sum_gradients"]
+
+
+@dataclass(frozen=True)
+class GroupSum:
+    """Parameters whose gradients are summands over `group` after backward; None gradients count as zero."""
+
+    parameters: tuple[nn.Parameter, ...]
+    group: dist.ProcessGroup
+
+
+@dataclass
+class _InFlight:
+    members: list[nn.Parameter]
+    flat: Tensor
+    work: dist.Work
+
+
+class GradientReducer:
+    """Sums gradients over `dp_group` and then over each of `sums`, in that order.
+
+    `parameters` in execution order; those that need no gradient are skipped. Between `begin` and `finish` exactly
+    `micro_batches` backward passes run. Gradients that were there before `begin` are kept and added at the end, so
+    that calling step twice accumulates instead of reducing the first gradient again.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        dp_group: dist.ProcessGroup | None,
+        sums: Sequence[GroupSum] = (),
+        *,
+        bucket_bytes: int = 25 * 2**20,
+        overlap: bool = True,
+    ) -> None:
+        self._parameters = [p for p in parameters if p.requires_grad]
+        self._group = dp_group
+        self._sums = tuple(sums)
+        self._overlap = overlap
+        self._buckets = _buckets(list(reversed(self._parameters)), bucket_bytes) if dp_group is not None else []
+        self._bucket_of = {p: i for i, bucket in enumerate(self._buckets) for p in bucket}
+        self._missing: dict[nn.Parameter, int] = {}
+        self._unready: list[int] = []
+        self._silent: set[nn.Parameter] = set()
+        self._sent: list[_InFlight] = []
+        self._next_bucket = 0
+        self._earlier: dict[nn.Parameter, Tensor] = {}
+        self._active = False
+        for p in self._bucket_of:
+            p.register_post_accumulate_grad_hook(self._on_gradient)
+
+    @property
+    def idle(self) -> bool:
+        """True if there is nothing to reduce at all."""
+        return self._group is None and not self._sums
+
+    def begin(self, micro_batches: int) -> None:
+        """Expect that many backward passes."""
+        self._earlier = {p: p.grad for p in self._parameters if p.grad is not None}
+        for p in self._earlier:
+            p.grad = None
+        # A parameter that got no gradient in the last step would hold back its bucket and all after it.
+        self._missing = {p: micro_batches for p in self._bucket_of if p not in self._silent}
+        self._unready = [sum(p in self._missing for p in bucket) for bucket in self._buckets]
+        self._sent, self._next_bucket, self._active = [], 0, True
+
+    def _on_gradient(self, parameter: nn.Parameter) -> None:
+        if not self._active or parameter not in self._missing:
+            return
+        self._missing[parameter] -= 1
+        if self._missing[parameter] == 0:
+            self._unready[self._bucket_of[parameter]] -= 1
+            if self._overlap:
+                self._send_ready_buckets()
+
+    def _send_ready_buckets(self) -> None:
+        while self._next_bucket < len(self._buckets) and self._unready[self._next_bucket] == 0:
+            self._send(self._buckets[self._next_bucket])
+            self._next_bucket += 1
+
+    def _send(self, bucket: Iterable[nn.Parameter]) -> None:
+        members = [p for p in bucket if p.grad is not None]
+        if not members:
+            return
+        assert self._group is not None
+        flat = torch.cat([p.grad.flatten() for p in members if p.grad is not None])
+        work = dist.all_reduce(flat, group=self._group, async_op=True)
+        assert work is not None
+        self._sent.append(_InFlight(members, flat, work))
+
+    def finish(self) -> None:
+        """Send what is left, wait for all of it, and leave the complete gradients in `.grad`."""
+        self._active = False
+        for bucket in self._buckets[self._next_bucket :]:
+            self._send(bucket)
+        sent = {p for flight in self._sent for p in flight.members}
+        late = [p for bucket in self._buckets for p in bucket if p.grad is not None and p not in sent]
+        for bucket in _buckets(late, 2**62):  # silent last time, not this time: its bucket left without it
+            self._send(bucket)
+        for flight in self._sent:
+            flight.work.wait()
+            _scatter(flight.flat, flight.members)
+        self._sent = []
+        self._silent = {p for p in self._bucket_of if p.grad is None}
+        for group_sum in self._sums:
+            sum_gradients(group_sum.parameters, group_sum.group)
+        for p, earlier in self._earlier.items():
+            p.grad = earlier if p.grad is None else earlier.add_(p.grad)
+        self._earlier = {}
+
+    def reduce_after_backward(self, output: Tensor) -> Tensor:
+        """`output` itself; the backward pass that starts from it is reduced, without `begin` and `finish`.
+
+        For users who call `loss.backward()` themselves.
+        """
+        if self.idle or not output.requires_grad:
+            return output
+        result: Tensor = _BackwardMarker.apply(output, self._around_backward)
+        return result
+
+    def _around_backward(self) -> None:
+        if not self._active:
+            self.begin(1)
+            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+
+
+class _BackwardMarker(torch.autograd.Function):
+    """Identity whose backward, the first thing to run, calls `on_backward`."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, on_backward: Callable[[], None]) -> Tensor:
+        ctx.on_backward = on_backward  # type: ignore[attr-defined]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.on_backward()  # type: ignore[attr-defined]
+        return grad, None
+
+
+def sum_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Replace each gradient by its sum over `group`, one collective per dtype; every rank ends with the same bits."""
+    members = [p for p in parameters if p.requires_grad]
+    for p in members:
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+    for bucket in _buckets(members, 2**62):
+        flat = torch.cat([p.grad.flatten() for p in bucket if p.grad is not None])
+        dist.all_reduce(flat, group=group)
+        _scatter(flat, bucket)
+
+
+def _scatter(flat: Tensor, members: Sequence[nn.Parameter]) -> None:
+    pieces = flat.split([p.numel() for p in members])
+    for p, piece in zip(members, pieces, strict=True):
+        assert p.grad is not None
+        p.grad.copy_(piece.view_as(p))
+
+
+def _buckets(parameters: Iterable[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:
+    """Consecutive parameters of one dtype, at most `bucket_bytes` together unless one alone is larger."""
+    buckets: list[list[nn.Parameter]] = []
+    filled = 0
+    for p in parameters:
+        size = p.numel() * p.element_size()
+        if not buckets or buckets[-1][0].dtype != p.dtype or filled + size > bucket_bytes:
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(p)
+        filled += size
+    return buckets

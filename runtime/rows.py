@@ -1,0 +1,47 @@
+"""Cutting a batch by rows: over dp ranks, then over micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from autopar.errors import SpecError
+from autopar.ir import InputSpec
+
+__all__ = ["count_micro_batches", "cut_rows", "row_count"]
+
+
+def row_count(inputs: Sequence[InputSpec], batch: Mapping[str, Tensor]) -> int:
+    """Rows (sequences) of a batch. Raises SpecError if the inputs disagree or none has a batch dim."""
+    rows = {s.name: batch[s.name].shape[s.batch_dim] for s in inputs if s.batch_dim is not None}
+    if len(set(rows.values())) != 1:
+        listed = ", ".join(f"{name} {n}" for name, n in rows.items()) or "none has a batch dim"
+        raise SpecError(f"the inputs of a batch need the same number of rows: {listed}", where="batch")
+    return next(iter(rows.values()))
+
+
+def count_micro_batches(rows: int, dp: int, micro_batch: int) -> int:
+    """Micro-batches each of `dp` ranks runs. Raises SpecError, naming legal row counts, if the rows do not divide."""
+    unit = dp * micro_batch
+    if rows == 0 or rows % unit:
+        below = rows // unit * unit
+        nearby = f"{below} or {below + unit}" if below else f"{unit}"
+        parts = f"{dp} dp ranks x micro-batches of {micro_batch}" if dp > 1 else f"micro-batches of {micro_batch}"
+        raise SpecError(
+            f"{rows} rows do not divide into {parts}",
+            where="batch",
+            try_=f"{nearby} rows (any multiple of {unit}), or a plan with another micro_batch",
+        )
+    return rows // unit
+
+
+def cut_rows(inputs: Sequence[InputSpec], batch: Mapping[str, Tensor], parts: int) -> list[dict[str, Tensor]]:
+    """`parts` equal batches of consecutive rows; an input without batch dim goes whole into each."""
+    if parts == 1:
+        return [{s.name: batch[s.name] for s in inputs}]
+    pieces = {
+        s.name: [batch[s.name]] * parts if s.batch_dim is None else batch[s.name].chunk(parts, s.batch_dim)
+        for s in inputs
+    }
+    return [{name: piece[i] for name, piece in pieces.items()} for i in range(parts)]

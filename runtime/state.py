@@ -1,0 +1,172 @@
+"""Parameters and buffers: what this rank holds of the user's model, and how to see them whole again.
+
+Names are always the original ones. A parameter lies on every stage that uses it; its tensor is a slice over tp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from autopar.errors import AutoparError
+from autopar.ir import ParameterShard, StageGraph
+from autopar.runtime.sharding import join_shards, local_slice
+from autopar.runtime.world import World
+
+__all__ = ["LocalState"]
+
+
+class LocalState:
+    """This rank's parameters (`parameters`, in execution order) and buffers, by original name.
+
+    Alone, the parameters are the user's own objects; otherwise copies, so that the user's model stays whole. Ranks that
+    built their models from different seeds take rank 0's tensors and say so in `notices`. Collective.
+    """
+
+    def __init__(self, model: nn.Module, stages: Sequence[StageGraph], world: World) -> None:
+        self.notices: list[str] = []
+        self._stages, self._world = stages, world
+        self._keys = list(model.state_dict())
+        everything: dict[str, Tensor] = {
+            **dict(model.named_parameters(remove_duplicate=False)),
+            **dict(model.named_buffers(remove_duplicate=False)),
+        }
+        _refuse_meta(everything)
+        self._canonical = _canonical_names(everything)
+        whole = {name: everything[name] for name in dict.fromkeys(self._canonical.values())}
+        if not world.alone:
+            whole = self._same_as_rank_zero(whole)
+        stage = stages[world.position["pp"]]
+        self.shards: dict[str, ParameterShard] = {s.name: s for s in stage.parameters.values()}
+        self.parameters = {name: self._place(whole[name], shard) for name, shard in self.shards.items()}
+        used = {s.name for any_stage in stages for s in any_stage.parameters.values()}
+        # Buffers are small and may be needed by any stage; parameters outside the graph never get a gradient.
+        self.buffers = {n: t if world.alone else t.detach().to(world.device) for n, t in whole.items() if n not in used}
+        self._order = [name for name in whole if name in self.parameters]
+
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """In the order of the user's model."""
+        return [(name, self.parameters[name]) for name in self._order]
+
+    def tensors_of(self, stage: StageGraph) -> dict[str, Tensor]:
+        """Attribute path in the stage's graph -> this rank's tensor."""
+        tensors: dict[str, Tensor] = {path: self.parameters[shard.name] for path, shard in stage.parameters.items()}
+        return tensors | {path: self.buffers[self._canonical[name]] for path, name in stage.buffers.items()}
+
+    def holders(self, name: str) -> list[int]:
+        """Stages that hold a parameter."""
+        return [s.index for s in self._stages if any(shard.name == name for shard in s.parameters.values())]
+
+    def gather(self, local: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+        """Whole tensors on every rank, of values that lie like this rank's parameters (same names). Collective."""
+        whole: dict[str, Tensor | None] = {}
+        world = self._world
+        for stage in self._stages:
+            shards = {s.name: s for s in stage.parameters.values() if s.name not in whole}
+            mine = stage.index == world.position["pp"]
+            held = [int(mine and local[name] is not None) for name in shards]
+            present = torch.tensor(held, dtype=torch.int32, device=world.device)
+            world.broadcast(present, "pp", stage.index)
+            for (name, shard), there in zip(shards.items(), present.tolist(), strict=True):
+                value = local[name] if mine else None
+                whole[name] = self._gather_one(value, shard, stage.index) if there else None
+        return whole
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Whole tensors under the keys, and in the order, of the user's own state_dict. Collective."""
+        gathered = self.gather({name: p.detach() for name, p in self.parameters.items()})
+        whole = {**self.buffers, **{name: value for name, value in gathered.items() if value is not None}}
+        return {key: whole[self._canonical[key]].detach() for key in self._keys if key in self._canonical}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Take this rank's slices out of whole tensors. Raises AutoparError for missing, unknown or misshapen ones."""
+        known = [key for key in self._keys if key in self._canonical]
+        missing, unknown = [k for k in known if k not in state], [k for k in state if k not in known]
+        if missing or unknown:
+            raise AutoparError(f"missing {missing or 'none'}, unknown {unknown or 'none'}", where="load_state_dict")
+        tp, index = self._world.size("tp"), self._world.position["tp"]
+        with torch.no_grad():
+            for key in known:
+                name, value = self._canonical[key], state[key]
+                shard = self.shards.get(name)
+                target = self.parameters[name] if shard is not None else self.buffers.get(name)
+                if target is None:
+                    continue  # on another stage
+                shape = shard.shape if shard is not None else target.shape
+                if tuple(value.shape) != tuple(shape):
+                    raise AutoparError(f"shape {tuple(value.shape)}, expected {tuple(shape)}", where=key)
+                target.copy_(value if shard is None else local_slice(value, shard.placement, index, tp))
+
+    def _place(self, whole: Tensor, shard: ParameterShard) -> nn.Parameter:
+        world = self._world
+        if world.alone:
+            assert isinstance(whole, nn.Parameter)
+            if whole.device != world.device:
+                whole.data = whole.data.to(world.device)
+            return whole
+        piece = local_slice(whole.detach(), shard.placement, world.position["tp"], world.size("tp"))
+        copied = piece.to(world.device, copy=True).contiguous()
+        return nn.Parameter(copied, requires_grad=shard.requires_grad)
+
+    def _gather_one(self, value: Tensor | None, shard: ParameterShard, stage: int) -> Tensor:
+        world, group = self._world, self._world.group("tp")
+        if value is None:
+            whole = torch.empty(shard.shape, dtype=shard.dtype, device=world.device)
+        elif group is not None and shard.placement.is_shard:
+            value = value.detach().contiguous()
+            parts = [torch.empty_like(value) for _ in range(group.size())]
+            dist.all_gather(parts, value, group=group)
+            whole = join_shards(torch.stack(parts), shard.placement)
+        else:
+            whole = value.detach().clone()
+        world.broadcast(whole, "pp", stage)
+        return whole
+
+    def _same_as_rank_zero(self, whole: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Compare by checksum, and take over from rank 0 the tensors that differ anywhere."""
+        device = self._world.device
+        sums = torch.stack([_checksum(t) for t in whole.values()]).to(device)
+        first = sums.clone()
+        dist.broadcast(first, 0)
+        differs = (sums != first).to(torch.int32)
+        dist.all_reduce(differs, dist.ReduceOp.MAX)
+        names = [name for name, d in zip(whole, differs.tolist(), strict=True) if d]
+        same = dict(whole)
+        for name in names:
+            received = whole[name].detach().to(device, copy=True).contiguous()
+            dist.broadcast(received, 0)
+            same[name] = received
+        if names:
+            self.notices.append(
+                f"{len(names)} of {len(whole)} tensors differed between ranks (another seed?), {names[0]} among them; "
+                "all ranks took those of rank 0"
+            )
+        return same
+
+
+def _canonical_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Every name -> the first name of the same tensor."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(tensor), name) for name, tensor in tensors.items()}
+
+
+def _refuse_meta(tensors: Mapping[str, Tensor]) -> None:
+    meta = next((name for name, tensor in tensors.items() if tensor.is_meta), None)
+    if meta is not None:
+        raise AutoparError(
+            "the model is on the meta device and has no weights to train",
+            where=meta,
+            try_="build it on the CPU, or use autopar.plan, which needs no weights",
+        )
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    """Sum of the bits as integers, wrapping: equal tensors have equal sums, differently seeded ones do not."""
+    flat = tensor.detach().contiguous().view(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).view(-1)
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return flat.view(integers[flat.element_size()]).sum(dtype=torch.int64)

@@ -1,0 +1,91 @@
+"""The processes of a plan: who holds which place, their groups, and what they must agree on before they start."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from autopar.errors import PlanMismatchError
+from autopar.mesh import AXES, Degrees
+from autopar.plan import Plan
+
+__all__ = ["World"]
+
+
+class World:
+    """This process's place in the mesh of a plan. Alone, without process groups, when the plan has one rank.
+
+    Collective: every rank builds it with the same plan. Raises PlanMismatchError on every rank if the plans differ or
+    the plan is for another number of ranks.
+    """
+
+    def __init__(self, plan: Plan, device: torch.device) -> None:
+        self.degrees: Degrees = plan.degrees
+        self.device = device
+        size = dist.get_world_size() if dist.is_initialized() else 1
+        if size > 1:
+            _agree_on(plan, device)
+        if size != plan.degrees.world_size:
+            degrees = ", ".join(f"{axis} {getattr(plan.degrees, axis)}" for axis in AXES)
+            raise PlanMismatchError(
+                f"the plan is for {plan.degrees.world_size} processes ({degrees}), {size} are running",
+                try_=f"torchrun with {plan.degrees.world_size} processes, or plan again for {size}",
+            )
+        self.rank = dist.get_rank() if size > 1 else 0
+        self.position = plan.degrees.coordinates(self.rank)
+        self.mesh: DeviceMesh | None = None
+        if size > 1:
+            self.mesh = init_device_mesh(device.type, plan.degrees.shape, mesh_dim_names=AXES)
+
+    @property
+    def alone(self) -> bool:
+        return self.mesh is None
+
+    def size(self, axis: str) -> int:
+        size: int = getattr(self.degrees, axis)
+        return size
+
+    def group(self, axis: str) -> dist.ProcessGroup | None:
+        """Process group of this rank's peers on `axis`, None if it has none."""
+        if self.mesh is None or self.size(axis) == 1:
+            return None
+        return self.mesh.get_group(axis)
+
+    def group_names(self) -> dict[str, str]:
+        """Axis -> c10d group name, for the axes larger than one; what `collectives.bind` takes."""
+        groups = {axis: self.group(axis) for axis in AXES}
+        return {axis: group.group_name for axis, group in groups.items() if group is not None}
+
+    def global_rank(self, axis: str, index: int) -> int:
+        """The rank at `index` on `axis` that shares this rank's other coordinates."""
+        return self.degrees.rank(**{**self.position, axis: index})
+
+    def sum(self, value: Tensor, axis: str) -> Tensor:
+        """Sum of `value` over `axis`; `value` itself if the axis is 1."""
+        group = self.group(axis)
+        if group is None:
+            return value
+        total = value.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    def broadcast(self, value: Tensor, axis: str, index: int) -> None:
+        """Overwrite `value` by that of the peer at `index` on `axis`."""
+        group = self.group(axis)
+        if group is not None:
+            dist.broadcast(value, src=self.global_rank(axis, index), group=group)
+
+
+def _agree_on(plan: Plan, device: torch.device) -> None:
+    mine = int(plan.fingerprint, 16) - 2**63
+    everyone = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=device)
+    everyone[dist.get_rank()] = mine
+    dist.all_reduce(everyone)
+    others = (everyone != everyone[0]).nonzero().flatten().tolist()
+    if others:
+        raise PlanMismatchError(
+            f"ranks {', '.join(map(str, others))} hold another plan than rank 0",
+            try_="load the same plan file on every rank, or let rank 0 plan and the others read it",
+        )
