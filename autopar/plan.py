@@ -179,8 +179,11 @@ class Plan:
 
 def match_path(pattern: str, path: str) -> bool:
     """True if `path` is covered by `pattern` (`*` one component, `a-b` an integer range, the rest literally)."""
-    wanted, have = pattern.split("."), path.split(".")
-    return len(wanted) == len(have) and all(map(_match_component, wanted, have))
+    wanted, _, wanted_op = pattern.partition("::")
+    have, _, op = path.partition("::")
+    if wanted_op != op or wanted.count(".") != have.count("."):
+        return False
+    return all(map(_match_component, wanted.split("."), have.split(".")))
 
 
 def expand_path(entry: str) -> list[str]:

@@ -1,0 +1,243 @@
+"""Prices of a captured model's blocks for (tp, sequence sharding, micro-batch): block ILPs solved once, then re-used.
+
+Layout re-use over micro-batches: for a fixed layout the cost is affine in the micro-batch, so the least cost is concave
+in it, and a layout that is optimal at two sizes is optimal between them. Layouts are therefore solved at the smallest
+and largest micro-batch and by bisection where these differ. (A roofline kink of a weight-bound matmul is not affine; it
+moves an op's price, not which letter it shards.)
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from autopar.blocks import op_name
+from autopar.cost_model.block_layout import Block, LayoutPrice, NodeStrategy, price_layout, replicated, solve_layout
+from autopar.cost_model.block_measures import BlockFormulas, BlockMeasures
+from autopar.cost_model.comm_cost import GroupCost
+from autopar.cost_model.compute import Machine
+from autopar.cost_model.op_facts import ElementSizes
+from autopar.cost_model.strategy_table import strategy_table
+from autopar.errors import InfeasiblePlanError
+from autopar.ir import Segment, TracedModel
+from autopar.placement import Placement, parse_placement
+from autopar.plan import match_path
+
+__all__ = ["BlockPrices", "ModelPrices", "SolverCounts"]
+
+Layout = dict[fx.Node, NodeStrategy]
+
+
+@dataclass
+class SolverCounts:
+    """Totals over all ILPs of a search."""
+
+    variables: int = 0
+    constraints: int = 0
+    largest_variables: int = 0
+    solves: int = 0
+    solve_s: float = 0.0
+
+    def add(self, variables: int, constraints: int, solve_s: float) -> None:
+        self.variables += variables
+        self.constraints += constraints
+        self.largest_variables = max(self.largest_variables, variables)
+        self.solves += 1
+        self.solve_s += solve_s
+
+
+@dataclass(frozen=True)
+class BlockPrices:
+    """One model at one (tp, sequence sharding, micro-batch). `border_bytes`: local bytes of the residual stream;
+    `layout` covers the first layer of each class and the glue."""
+
+    layers: Mapping[str, LayoutPrice]
+    prologue: LayoutPrice
+    epilogue: LayoutPrice
+    border_bytes: float
+    layout: Layout = field(repr=False, default_factory=dict)
+
+
+class ModelPrices:
+    """Blocks of `traced` and their prices on one cluster; `group_of(tp)` is the cost of a tp group."""
+
+    def __init__(
+        self, traced: TracedModel, machine: Machine, activation: torch.dtype, seq_len: int,
+        module_pins: Mapping[str, str],
+    ) -> None:  # fmt: skip
+        self.traced, self.machine, self.seq_len = traced, machine, seq_len
+        captured = max(traced.parameters.values(), key=lambda p: p.numel).dtype
+        sizes = ElementSizes(captured, activation)
+        self.counts = SolverCounts()
+        self.classes: dict[str, Segment] = {}
+        for segment in traced.layers:
+            self.classes.setdefault(segment.class_id, segment)
+        by_segment: dict[int, list[fx.Node]] = defaultdict(list)
+        for node in traced.graph_module.graph.nodes:
+            if node.op != "output":
+                by_segment[node.meta["segment"]].append(node)
+        self.blocks = {c: Block(c, tuple(by_segment[s.index])) for c, s in self.classes.items()}
+        last = traced.layers[-1].index if traced.layers else -1
+        glue = [n for s in traced.segments if s.kind == "glue" for n in by_segment[s.index]]
+        self.glue = Block("glue", tuple(sorted(glue, key=_positions(traced).__getitem__)))
+        self.prologue = tuple(n for n in self.glue.nodes if n.meta["segment"] < last)
+        self.epilogue = tuple(n for n in self.glue.nodes if n.meta["segment"] >= last)
+        self._formulas = {
+            block.name: BlockFormulas(traced, block.nodes, sizes) for block in (*self.blocks.values(), self.glue)
+        }
+        self._pins = _pinned_parameters(traced, module_pins)
+        self._tables: dict[int, Mapping[fx.Node, Sequence[NodeStrategy]]] = {}
+        self._measures: dict[tuple[str, int], BlockMeasures] = {}
+        self._layouts: dict[tuple[str, int, bool], dict[int, Layout]] = defaultdict(dict)
+        self._prices: dict[tuple[int, bool, int], BlockPrices] = {}
+
+    def strategies(self, tp: int) -> Mapping[fx.Node, Sequence[NodeStrategy]]:
+        if tp not in self._tables:
+            table = strategy_table(self.traced, tp, self.seq_len)
+            self._tables[tp] = {n: [(s.inputs, s.output) for s in rows] for n, rows in table.items()}
+        return self._tables[tp]
+
+    def tp_is_legal(self, tp: int) -> bool:
+        """True if every attention can shard its heads and every layer class has a weight to shard."""
+        if tp == 1:
+            return True
+        table = self.strategies(tp)
+        for block in self.blocks.values():
+            attentions = [n for n in block.nodes if op_name(n) == "scaled_dot_product_attention"]
+            if not all(any(out.is_shard and out.dim == 1 for _, out in table[n]) for n in attentions):
+                return False
+            weights = [n for n in block.nodes if n.op == "get_attr" and len(n.meta["shape"]) >= 2]
+            if not any(out.is_shard for n in weights for _, out in table[n]):
+                return False
+        return bool(self.blocks)
+
+    def measures(self, name: str, micro_batch: int) -> BlockMeasures:
+        key = (name, micro_batch)
+        if key not in self._measures:
+            self._measures[key] = self._formulas[name].at(micro_batch, self.seq_len)
+        return self._measures[key]
+
+    def single_rank_seconds(self, micro_batch: int) -> tuple[float, float]:
+        """(seconds, kernel launches in seconds) of forward and backward of the whole model on one rank: the analytic
+        lower bound of any layout over tp ranks is (seconds - launches) / tp + launches."""
+        price = self.at(1, False, micro_batch, GroupCost(1, float("inf"), 0.0))
+        repeats = self.repeats()
+        total = sum(repeats[c] * (p.forward_s + p.backward_s) for c, p in price.layers.items())
+        total += sum(p.forward_s + p.backward_s for p in (price.prologue, price.epilogue))
+        launches = 0.0
+        for block in (*self.blocks.values(), self.glue):
+            kernels = sum(op.kind != "view" for op in self.measures(block.name, micro_batch).sizes.values())
+            launches += repeats.get(block.name, 1) * kernels * 2 * self.machine.launch_s
+        return total, min(launches, total)
+
+    def repeats(self) -> dict[str, int]:
+        """Layers of each class."""
+        counts: dict[str, int] = defaultdict(int)
+        for segment in self.traced.layers:
+            counts[segment.class_id] += 1
+        return counts
+
+    def at(
+        self, tp: int, sequence_sharding: bool, micro_batch: int, group: GroupCost,
+        micro_batches: tuple[int, ...] = (),
+    ) -> BlockPrices:  # fmt: skip
+        """Prices; `micro_batches` are all sizes the search may ask for (ascending), for layout re-use.
+
+        Raises InfeasiblePlanError if a pinned placement fits no strategy.
+        """
+        key = (tp, sequence_sharding, micro_batch)
+        if key not in self._prices:
+            self._prices[key] = self._price(tp, sequence_sharding, micro_batch, group, micro_batches or (micro_batch,))
+        return self._prices[key]
+
+    def _price(self, tp: int, sp: bool, micro_batch: int, group: GroupCost, sizes: tuple[int, ...]) -> BlockPrices:
+        layout: Layout = {}
+        for block in (self.glue, *self.blocks.values()):
+            fixed = {n: s[1] for n, s in layout.items() if n.op == "get_attr"} | self._pins
+            layout |= self._layout(block, tp, sp, micro_batch, group, sizes, fixed)
+
+        def price(name: str, nodes: Sequence[fx.Node]) -> LayoutPrice:
+            return price_layout(self.traced, nodes, layout, self.measures(name, micro_batch), machine=self.machine,
+                                group=group, sequence_sharding=sp)  # fmt: skip
+
+        layers = {c: price(c, block.nodes) for c, block in self.blocks.items()}
+        border = max((self._border_bytes(block, micro_batch) for block in self.blocks.values()), default=0.0)
+        return BlockPrices(layers, price("glue", self.prologue), price("glue", self.epilogue),
+                           border / (tp if sp else 1), layout)  # fmt: skip
+
+    def _border_bytes(self, block: Block, micro_batch: int) -> float:
+        inside, made = set(block.nodes), self.measures(block.name, micro_batch).tensor_bytes
+        return sum(
+            made[n]
+            for n in block.nodes
+            if n.op == "call_function" and n.meta.get("grad") and any(u not in inside for u in n.users)
+        )
+
+    def _layout(
+        self, block: Block, tp: int, sp: bool, micro_batch: int, group: GroupCost, sizes: tuple[int, ...],
+        fixed: Mapping[fx.Node, Placement],
+    ) -> Layout:  # fmt: skip
+        if tp == 1:
+            return replicated(block.nodes)
+        known = self._layouts[block.name, tp, sp]
+        if micro_batch not in known:
+            low, high = _around(micro_batch, sizes, known)
+            for size in dict.fromkeys((low, high)):
+                if size not in known:
+                    known[size] = self._solve(block, tp, sp, size, group, fixed)
+            if known[low] == known[high]:
+                known[micro_batch] = known[low]
+            elif micro_batch not in known:
+                known[micro_batch] = self._solve(block, tp, sp, micro_batch, group, fixed)
+        return known[micro_batch]
+
+    def _solve(
+        self, block: Block, tp: int, sp: bool, micro_batch: int, group: GroupCost, fixed: Mapping[fx.Node, Placement]
+    ) -> Layout:
+        found = solve_layout(self.traced, block, self.strategies(tp), self.measures(block.name, micro_batch), fixed,
+                             machine=self.machine, group=group, sequence_sharding=sp)  # fmt: skip
+        if found is None:
+            pins = ", ".join(sorted({str(n.target) for n in self._pins if n in set(block.nodes)}))
+            raise InfeasiblePlanError(
+                f"no sharding over tp={tp} connects" + (f" with the pinned placement of {pins}" if pins else ""),
+                where=self.classes[block.name].path if block.name in self.classes else "prologue and epilogue",
+                try_="free the pin" if pins else "tp=1",
+            )
+        layout, solution = found
+        self.counts.add(solution.variables, solution.constraints, solution.solve_s)
+        return layout
+
+
+def _around(micro_batch: int, sizes: tuple[int, ...], known: Mapping[int, Layout]) -> tuple[int, int]:
+    """The nearest sizes at or below and at or above that are solved already, else the ends of the range."""
+    below = [s for s in known if s <= micro_batch] or [min(min(sizes), micro_batch)]
+    above = [s for s in known if s >= micro_batch] or [max(max(sizes), micro_batch)]
+    return max(below), min(above)
+
+
+def _positions(traced: TracedModel) -> dict[fx.Node, int]:
+    return {node: i for i, node in enumerate(traced.graph_module.graph.nodes)}
+
+
+def _pinned_parameters(traced: TracedModel, pins: Mapping[str, str]) -> dict[fx.Node, Placement]:
+    """Placements that module pins set: a pattern names a parameter, or a module and then its weights of 2 dims."""
+    fixed: dict[fx.Node, Placement] = {}
+    for pattern, text in pins.items():
+        hit = False
+        for node in traced.graph_module.graph.nodes:
+            if node.op != "get_attr" or str(node.target) not in traced.parameters:
+                continue
+            name = str(node.target)
+            whole = match_path(pattern, name)
+            if whole or (len(node.meta["shape"]) >= 2 and match_path(pattern, name.rpartition(".")[0])):
+                fixed[node], hit = parse_placement(text), True
+        if not hit:
+            raise InfeasiblePlanError(
+                "the pin names no parameter and no module with a weight", where=f"pin {pattern}={text}",
+                try_="a pattern such as model.layers.*.mlp.down_proj",
+            )  # fmt: skip
+    return fixed
