@@ -48,17 +48,21 @@ def strategy_table(traced: TracedModel, tp: int, seq_len: int) -> StrategyTable:
     with what they can be; graph inputs are replicated over tp.
     """
     table: dict[fx.Node, tuple[Strategy, ...]] = {}
-    by_class: dict[str, list[tuple[Strategy, ...] | None]] = {}
+    first_of_class: dict[str, tuple[list[fx.Node], StrategyTable]] = {}
+
+    def offer(node: fx.Node, options: tuple[Strategy, ...]) -> None:
+        table[node] = tuple(dict.fromkeys((*table.get(node, ()), *options)))  # a tied weight has users in two segments
+
     for segment in traced.segments:
         nodes = list(traced.nodes_of(segment))
-        known = by_class.get(segment.class_id)
-        if known is None:
+        if segment.class_id not in first_of_class:
             local = strategies_of_graph(nodes, tp, {traced.seq: seq_len}, traced.batch)
-            by_class[segment.class_id] = [local.get(n) for n in nodes]
-            for node, options in local.items():
-                table[node] = tuple(dict.fromkeys((*table.get(node, ()), *options)))
-        else:
-            table |= {n: s for n, s in zip(nodes, known, strict=True) if s is not None}
+            first_of_class[segment.class_id] = (nodes, local)
+        twins, local = first_of_class[segment.class_id]
+        for node, twin in zip(nodes, twins, strict=True):
+            for here, there in zip((node, *node.all_input_nodes), (twin, *twin.all_input_nodes), strict=True):
+                if there in local and (here is node or here.op == "get_attr"):
+                    offer(here, local[there])
     for node in traced.graph_module.graph.nodes:
         if node.op in ("placeholder", "get_attr") and node.meta["shape"] is not None:
             table.setdefault(node, _source_strategies(node, tp))

@@ -20,7 +20,7 @@ from autopar.passes.localize_shapes import localize_shapes
 from autopar.passes.outline_blocks import outline_blocks
 from autopar.passes.prepare import copy_graph
 from autopar.passes.shard_parameters import shard_parameters
-from autopar.passes.split_stages import split_stages
+from autopar.passes.split_stages import split_stages, stage_of_segments
 from autopar.passes.token_loss import keep_outputs, sum_loss
 from autopar.plan import Plan
 from autopar.printing import diff_graphs, format_graph
@@ -79,6 +79,7 @@ def _check(traced: TracedModel, plan: Plan) -> None:
             where="fingerprints.model",
             try_="plan again for this model",
         )
+    stage_of_segments(traced.segments, plan)
     if plan.degrees.cp > 1:
         raise PlanMismatchError("context parallelism is not executed yet", where="degrees.cp", try_="cp=1")
     if plan.zero or plan.virtual_stages > 1 or plan.schedule not in ("gpipe", "1f1b"):

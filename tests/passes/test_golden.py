@@ -1,0 +1,161 @@
+"""Printed graph in, printed graph out, for every pass on one small model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import fx
+
+from autopar.errors import PassError, PlanMismatchError
+from autopar.ir import TracedModel
+from autopar.passes.canonicalize import canonicalize
+from autopar.passes.checkpoint_blocks import checkpoint_blocks
+from autopar.passes.fold_masks import fold_masks
+from autopar.passes.insert_collectives import insert_collectives
+from autopar.passes.invariants import check_invariants
+from autopar.passes.localize_shapes import localize_shapes
+from autopar.passes.outline_blocks import outline_blocks
+from autopar.passes.pipeline import apply
+from autopar.passes.prepare import copy_graph
+from autopar.passes.shard_parameters import shard_parameters
+from autopar.passes.split_stages import split_stages
+from autopar.passes.token_loss import sum_loss
+from autopar.plan import Plan
+from autopar.printing import format_graph
+from autopar.runtime.stage import CheckpointedBlock
+from autopar.trace import trace
+from tests.passes.small import Small, small_plan, small_traced
+
+Golden = Callable[[str, str], None]
+
+
+def _captured() -> TracedModel:
+    ids = torch.zeros(4, 8, dtype=torch.long)
+    return trace(Small(layers=1), {"ids": ids, "labels": ids.clone()})
+
+
+def _steps(plan: Plan, until: str) -> TracedModel:
+    """`small_traced` after all passes up to and including `until`."""
+    traced = small_traced()
+    graph_module = sum_loss(copy_graph(traced.graph_module), traced)
+    traced = replace(traced, graph_module=graph_module)
+    for name, rewrite in (
+        ("sum_loss", lambda: graph_module),
+        ("shard_parameters", lambda: shard_parameters(traced, plan)),
+        ("insert_collectives", lambda: insert_collectives(graph_module)),
+        ("localize_shapes", lambda: localize_shapes(graph_module, plan.degrees.tp)),
+        ("outline_blocks", lambda: outline_blocks(graph_module, traced.segments)),
+        ("checkpoint_blocks", lambda: checkpoint_blocks(graph_module, plan)),
+    ):
+        rewrite()
+        check_invariants(graph_module.graph, after=name)
+        if name == until:
+            return traced
+    raise AssertionError(until)
+
+
+def test_canonicalize(golden: Golden) -> None:
+    traced = _captured()
+    before = format_graph(traced.graph_module.graph)
+    after = format_graph(canonicalize(copy_graph(traced.graph_module)).graph)
+    golden("passes/canonicalize", f"# before\n{before}\n# after\n{after}")
+
+
+def test_fold_masks(golden: Golden) -> None:
+    traced = _captured()
+    graph_module = fold_masks(canonicalize(copy_graph(traced.graph_module)), traced.inputs)
+    golden("passes/fold_masks", format_graph(graph_module.graph))
+
+
+def test_sum_loss(golden: Golden) -> None:
+    golden("passes/sum_loss", format_graph(_steps(small_plan(), "sum_loss").graph_module.graph))
+
+
+@pytest.mark.parametrize("sequence_sharding", [False, True])
+def test_shard_parameters(golden: Golden, sequence_sharding: bool) -> None:
+    traced = _steps(small_plan(sequence_sharding=sequence_sharding), "shard_parameters")
+    golden(f"passes/shard_parameters_sp{int(sequence_sharding)}", format_graph(traced.graph_module.graph))
+
+
+@pytest.mark.parametrize("sequence_sharding", [False, True])
+def test_insert_collectives(golden: Golden, sequence_sharding: bool) -> None:
+    traced = _steps(small_plan(sequence_sharding=sequence_sharding), "insert_collectives")
+    golden(f"passes/insert_collectives_sp{int(sequence_sharding)}", format_graph(traced.graph_module.graph))
+
+
+def test_localize_shapes(golden: Golden) -> None:
+    golden("passes/localize_shapes", format_graph(_steps(small_plan(), "localize_shapes").graph_module.graph))
+
+
+def test_outline_blocks(golden: Golden) -> None:
+    graph_module = _steps(small_plan(), "outline_blocks").graph_module
+    text = f"{format_graph(graph_module.graph)}\n# layers_0\n{format_graph(graph_module.layers_0.graph)}"
+    golden("passes/outline_blocks", text)
+
+
+def test_checkpoint_blocks(golden: Golden) -> None:
+    plan = small_plan().replace(checkpoint={"layers.1": "full"})
+    graph_module = _steps(plan, "checkpoint_blocks").graph_module
+    kinds = [f"{n.target}: {type(getattr(graph_module, n.target)).__name__}" for n in _calls(graph_module)]
+    golden("passes/checkpoint_blocks", "\n".join(kinds))
+    assert isinstance(graph_module.layers_1, CheckpointedBlock)
+
+
+def _calls(graph_module: fx.GraphModule) -> list[fx.Node]:
+    return [n for n in graph_module.graph.nodes if n.op == "call_module"]
+
+
+def test_split_stages(golden: Golden) -> None:
+    plan = small_plan(pp=2)
+    traced = _steps(plan, "checkpoint_blocks")
+    stages = split_stages(traced.graph_module, traced, plan, ("loss_sum",))
+    text = "\n".join(
+        f"# stage {s.index}: receives {s.receives}, inputs {s.inputs}, sends {s.sends}, returns {s.outputs}\n"
+        f"{format_graph(s.graph_module.graph)}"
+        for s in stages
+    )
+    golden("passes/split_stages", text)
+
+
+def test_gradients_of_replicated_parameters_are_marked_once_a_step() -> None:
+    for sequence_sharding in (False, True):
+        (stage,) = apply(small_traced(), small_plan(sequence_sharding=sequence_sharding))
+        marked = {shard.name for shard in stage.parameters.values() if shard.grad_partial}
+        norms = {f"layers.{i}.norm.{p}" for i in (0, 1) for p in ("weight", "bias")}
+        assert marked == (norms if sequence_sharding else set())
+
+
+def test_unreduced_sum_is_a_pass_error() -> None:
+    traced = _steps(small_plan(), "insert_collectives")
+    graph = traced.graph_module.graph
+    converted = next(n for n in graph.nodes if n.name.startswith("convert") and n.args[1:] == ("P", "R"))
+    converted.replace_all_uses_with(converted.args[0])
+    with pytest.raises(PassError, match="lies as P"):
+        check_invariants(graph, after="insert_collectives")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"stages": (("layers.0",),)}, r"not listed: layers\.1"),
+        ({"stages": (("layers.0-2",),)}, r"no such layer: layers\.2"),
+        ({"stages": (("layers.1", "layers.0"),)}, "order differs"),
+        ({"parameters": {"layers.*.qkv.weight": "S(0,left=5)"}}, "is not possible for shape"),
+        ({"ops": {"layers.0.out::linear#0": "S(9) -> R"}}, "is not possible"),
+        ({"checkpoint": {"layers.*": "selective"}}, "selective.* is not built yet"),
+        ({"fingerprints": {"model": "0"}}, "made for another model"),
+        ({"zero": 3}, "not executed yet"),
+    ],
+)
+def test_plan_that_does_not_fit_is_refused(change: dict[str, object], message: str) -> None:
+    with pytest.raises(PlanMismatchError, match=message):
+        apply(small_traced(), small_plan().replace(**change))
+
+
+def test_each_pass_can_show_its_diff() -> None:
+    shown: list[str] = []
+    apply(small_traced(), small_plan(), show=shown.append)
+    assert any('+%convert [batch, seq, 8] R = convert(%vocab_parallel_embedding, P, R, group=tp)' in s for s in shown)
