@@ -133,7 +133,7 @@ def _search(source: ModelSource, cluster: ClusterSpec, train: TrainSpec, pins: P
     searched = time.perf_counter()
     return {
         "result": result,
-        "notices": traced.notices,
+        "notices": (*traced.notices, *result.notices),
         "capture_s": captured - start,
         "search_s": searched - captured,
     }
