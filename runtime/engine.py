@@ -35,6 +35,7 @@ class ParallelModule(nn.Module):
     stages       one graph per pipeline stage, of which this rank runs its own
     token_count  graph from model inputs to the number of tokens the loss averages over
     whole        builds the graph with all the user's outputs, for `pm(**batch)`; None under pipeline parallelism
+    report       renders what was planned and why
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class ParallelModule(nn.Module):
         token_count: fx.GraphModule | None,
         whole: Callable[[], StageGraph] | None,
         device: torch.device,
+        report: Callable[[], str] | None = None,
         bucket_bytes: int = 25 * 2**20,
         overlap: bool = True,
     ) -> None:
@@ -56,6 +58,7 @@ class ParallelModule(nn.Module):
         self.world = World(plan, device)
         self._state = LocalState(model, stages, self.world)
         self.notices = [*traced.notices, *self._state.notices]
+        self._report = report
         self._stage = stages[self.world.position["pp"]]
         # Kept in tuples: nn.Module would list the parameters of a child module under paths of its graph.
         self._graphs: tuple[fx.GraphModule, ...] = (self._localize(self._stage),)
@@ -110,6 +113,15 @@ class ParallelModule(nn.Module):
         They are slices: exact for any optimizer that works element by element (SGD, Adam, AdamW, ...).
         """
         return cls([p for p in self.parameters() if p.requires_grad], **options)
+
+    def report(self) -> str:
+        """What was chosen, why, what it beat and what it will cost, as text."""
+        return self.plan.dumps() if self._report is None else self._report()
+
+    def differing_copies(self) -> list[str]:
+        """Parameters that should be the same to the bit on several ranks and are not; the same answer on every rank of
+        this stage's dp x tp block. Collective; none is what training keeps true."""
+        return self._state.differing_copies()
 
     def full_gradients(self) -> dict[str, Tensor | None]:
         """Whole gradients under original names, on every rank; None where there is none. Collective."""

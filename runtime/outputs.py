@@ -48,9 +48,9 @@ class WholeForward:
         group = self._world.group("dp")
         if group is None:
             return value
-        if i == self._traced.loss:  # a mean over this rank's tokens: weigh it by them
-            mine = self._tokens.local(inputs)
-            return convert(value * (mine / self._world.sum(mine, "dp")), "P", "R", group=group.group_name)
+        if i == self._traced.loss:
+            share = self._tokens.share(inputs).to(value.dtype)
+            return convert(value * share, "P", "R", group=group.group_name)
         dim = self._batch_dims[i]
         if dim is None:
             raise AutoparError(

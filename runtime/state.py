@@ -100,6 +100,22 @@ class LocalState:
                     raise AutoparError(f"shape {tuple(value.shape)}, expected {tuple(shape)}", where=key)
                 target.copy_(value if shard is None else local_slice(value, shard.placement, index, tp))
 
+    def differing_copies(self) -> list[str]:
+        """Names of this stage's parameters whose dp or tp copies are not the same to the bit. Collective."""
+        differing = []
+        for name, shard in self.shards.items():
+            own = self.parameters[name].detach()
+            different = torch.zeros((), dtype=torch.int32, device=self._world.device)
+            for axis in ("dp",) if shard.placement.is_shard else ("dp", "tp"):
+                first = own.clone(memory_format=torch.contiguous_format)
+                self._world.broadcast(first, axis, 0)
+                different = different | (first != own).any().to(torch.int32)
+            for axis in ("dp", "tp"):
+                different = self._world.sum(different, axis)
+            if different.item():
+                differing.append(name)
+        return differing
+
     def _place(self, whole: Tensor, shard: ParameterShard) -> nn.Parameter:
         world = self._world
         if world.alone:

@@ -13,21 +13,27 @@ __all__ = ["TokenCounter"]
 
 
 class TokenCounter:
-    """Counts by a graph from model inputs to the number of loss terms; without one every batch counts as 1."""
+    """Counts by a graph from model inputs to the number of loss terms. Without it the loss is a sum: count 1."""
 
     def __init__(self, graph: fx.GraphModule | None, world: World) -> None:
         self._graph, self._world = graph, world
         nodes = () if graph is None else graph.graph.nodes
         self._inputs = [str(node.target) for node in nodes if node.op == "placeholder"]
 
-    def local(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Terms in the rows given, 0-d."""
+    def total(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Terms in the rows of all dp ranks, 0-d; `inputs` are this rank's rows. Collective over dp."""
         if self._graph is None:
             return torch.ones((), device=self._world.device)
-        with torch.no_grad():
-            count = self._graph(**{name: inputs[name] for name in self._inputs})
-        return torch.as_tensor(count[0] if isinstance(count, tuple) else count, device=self._world.device)
+        return self._world.sum(self._local(self._graph, inputs), "dp")
 
-    def total(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Terms in the rows of all dp ranks, 0-d. Collective over dp."""
-        return self._world.sum(self.local(inputs), "dp")
+    def share(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """What this rank's loss weighs in that of all dp ranks, 0-d fp64: a mean by its terms, a sum fully."""
+        if self._graph is None:
+            return torch.ones((), dtype=torch.float64, device=self._world.device)
+        mine = self._local(self._graph, inputs)
+        return mine.double() / self._world.sum(mine, "dp")
+
+    def _local(self, graph: fx.GraphModule, inputs: Mapping[str, Tensor]) -> Tensor:
+        with torch.no_grad():
+            count = graph(**{name: inputs[name] for name in self._inputs})
+        return torch.as_tensor(count[0] if isinstance(count, tuple) else count, device=self._world.device)

@@ -1,0 +1,148 @@
+"""What users call: `plan` searches, `parallelize` searches and rewrites. Re-exported by `autopar`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from autopar import passes
+from autopar.cost_model.search import SearchResult, search
+from autopar.errors import AutoparError, SpecError
+from autopar.ir import TracedModel
+from autopar.models import example_from_config
+from autopar.plan import Plan
+from autopar.reports.text import render
+from autopar.runtime.engine import ParallelModule
+from autopar.runtime.launch import join_torchrun
+from autopar.runtime.limits import model_precision
+from autopar.specs import ClusterSpec, Pins, TrainSpec
+from autopar.trace import LossFn, trace
+
+__all__ = ["build", "parallelize", "plan"]
+
+
+def plan(
+    model: nn.Module,
+    cluster: ClusterSpec,
+    train: TrainSpec | None = None,
+    *,
+    example: Any = None,
+    loss_fn: LossFn | None = None,
+    pins: Pins | None = None,
+) -> Plan:
+    """The best plan for training `model` on `cluster`: the search alone.
+
+    Needs no GPU, no process group and no weights; a model on the meta device will do. Arguments as in `parallelize`.
+    """
+    traced = _capture(model, _example(model, example, train), loss_fn)
+    return _search(traced, cluster, train, pins).plan
+
+
+def parallelize(
+    model: nn.Module,
+    cluster: ClusterSpec,
+    train: TrainSpec | None = None,
+    *,
+    example: Any = None,
+    loss_fn: LossFn | None = None,
+    pins: Pins | None = None,
+    plan: Plan | str | Path | None = None,
+    **options: Any,
+) -> ParallelModule:
+    """`model` as a module that trains over the processes of this torchrun job, or alone in one process.
+
+    model     any module with its weights; it is only read, except alone on one device, where its parameters are trained
+    cluster   the devices and links to plan for
+    train     batch, sequence and precision; what is left out is chosen and reported
+    example   one batch, for models whose inputs cannot be derived (Hugging Face configs can): see `autopar.trace.trace`
+    loss_fn   `loss_fn(outputs, batch)`, if the model returns no loss itself
+    pins      choices to keep fixed
+    plan      a plan, or the path of one: nothing is searched
+    options   of ParallelModule: bucket_bytes, overlap
+    Collective. Rank 0 searches, the others take its plan. Raises AutoparError on every rank.
+    """
+    device = join_torchrun()
+    traced = _capture(model, _example(model, example, train), loss_fn)
+    result: SearchResult | None = None
+    if isinstance(plan, str | Path):
+        plan = Plan.load(plan)
+    if plan is None:
+        train = train or TrainSpec()
+        # The parameters' own dtype is what runs: a search priced for another one would be refused below.
+        train = replace(train, precision=train.precision or model_precision(traced))
+        plan, result = _plan_on_rank_zero(traced, cluster, train, pins)
+    return build(model, traced, plan, device=device, report=_Report(plan, result, cluster, traced), **options)
+
+
+def build(model: nn.Module, traced: TracedModel, plan: Plan, **options: Any) -> ParallelModule:
+    """Rewrite a prepared model by a plan and put it on this process's device. Collective."""
+    whole = None
+    if plan.degrees.pp == 1:
+        whole = lambda: passes.apply(traced, plan, outputs="all")[0]  # noqa: E731
+    stages = passes.apply(traced, plan)
+    options.setdefault("device", join_torchrun())
+    return ParallelModule(model, traced, plan, stages, token_count=passes.token_count(traced), whole=whole, **options)
+
+
+class _Report:
+    """Renders the report of a plan when it is asked for."""
+
+    def __init__(self, plan: Plan, result: SearchResult | None, cluster: ClusterSpec, traced: TracedModel) -> None:
+        self._plan, self._result, self._cluster, self._notices = plan, result, cluster, traced.notices
+
+    def __call__(self) -> str:
+        return render(self._plan, self._result, cluster=self._cluster, notices=self._notices)
+
+
+def _capture(model: nn.Module, example: Any, loss_fn: LossFn | None) -> TracedModel:
+    return passes.prepare(trace(model, example, loss_fn=loss_fn))
+
+
+def _example(model: nn.Module, example: Any, train: TrainSpec | None) -> Any:
+    if example is not None:
+        return example
+    config = getattr(model, "config", None)
+    if not hasattr(config, "get_text_config"):
+        raise SpecError(
+            "the inputs of this model cannot be derived", where="example", try_="pass example=, one batch of its inputs"
+        )
+    return example_from_config(config, seq=None if train is None else train.seq_len)
+
+
+def _search(traced: TracedModel, cluster: ClusterSpec, train: TrainSpec | None, pins: Pins | None) -> SearchResult:
+    train = train or TrainSpec()
+    if train.seq_len is None:
+        train = replace(train, seq_len=_longest_sequence(traced))
+    return search(traced, cluster, train, pins)
+
+
+def _longest_sequence(traced: TracedModel) -> int:
+    longest = traced.seq_range[1]
+    if longest is None:
+        raise SpecError("seq_len is not stated and the model sets no maximum", where="train", try_="seq_len=2048")
+    return longest
+
+
+def _plan_on_rank_zero(
+    traced: TracedModel, cluster: ClusterSpec, train: TrainSpec, pins: Pins | None
+) -> tuple[Plan, SearchResult | None]:
+    """Rank 0's plan on every rank, and its error too: a rank that goes on alone would hang."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        result = _search(traced, cluster, train, pins)
+        return result.plan, result
+    answer: list[Any] = [None]
+    found: SearchResult | None = None
+    if dist.get_rank() == 0:
+        try:
+            found = _search(traced, cluster, train, pins)
+            answer = [found.plan.dumps()]
+        except AutoparError as error:
+            answer = [error]
+    dist.broadcast_object_list(answer, src=0)
+    if isinstance(answer[0], AutoparError):
+        raise answer[0]
+    return Plan.loads(answer[0]), found

@@ -1,0 +1,72 @@
+"""Plans as an engineer writes them by hand: Megatron's layout for the shared test models."""
+
+from __future__ import annotations
+
+from autopar.mesh import Degrees
+from autopar.plan import Plan
+
+_LLAMA = {
+    "model.embed_tokens.weight": "S(0)",
+    "lm_head.weight": "S(0)",
+    **{f"model.layers.*.self_attn.{name}_proj.weight": "S(0)" for name in "qkv"},
+    **{f"model.layers.*.self_attn.{name}_proj.bias": "S(0)" for name in "qkv"},
+    "model.layers.*.self_attn.o_proj.weight": "S(1)",
+    "model.layers.*.mlp.gate_proj.weight": "S(0)",
+    "model.layers.*.mlp.up_proj.weight": "S(0)",
+    "model.layers.*.mlp.down_proj.weight": "S(1)",
+}
+_TINY_GPT = {
+    "tokens.weight": "S(0)",
+    "blocks.*.attention.qkv.weight": "S(0,left=3)",
+    "blocks.*.attention.qkv.bias": "S(0,left=3)",
+    "blocks.*.attention.out.weight": "S(1)",
+    "blocks.*.mlp.0.weight": "S(0)",
+    "blocks.*.mlp.0.bias": "S(0)",
+    "blocks.*.mlp.2.weight": "S(1)",
+}
+_GPT2 = {  # Conv1D holds its weight transposed
+    "transformer.wte.weight": "S(0)",
+    "transformer.h.*.attn.c_attn.weight": "S(1,left=3)",
+    "transformer.h.*.attn.c_attn.bias": "S(0,left=3)",
+    "transformer.h.*.attn.c_proj.weight": "S(0)",
+    "transformer.h.*.mlp.c_fc.weight": "S(1)",
+    "transformer.h.*.mlp.c_fc.bias": "S(0)",
+    "transformer.h.*.mlp.c_proj.weight": "S(0)",
+}
+
+_LAYOUTS = {
+    "llama": ("model.layers", _LLAMA),
+    "qwen2": ("model.layers", {k: v for k, v in _LLAMA.items() if k != "lm_head.weight"}),
+    "qwen3": ("model.layers", _LLAMA),
+    "mistral": ("model.layers", _LLAMA),
+    "tiny_gpt": ("blocks", _TINY_GPT),
+    "gpt2": ("transformer.h", _GPT2),
+}
+
+
+def megatron(
+    model: str,
+    degrees: Degrees,
+    *,
+    sequence_sharding: bool = True,
+    checkpoint: bool = False,
+    micro_batch: int = 1,
+    schedule: str = "1f1b",
+    layers: int = 4,
+    precision: str = "fp64",
+) -> Plan:
+    """Column and row parallel projections, sharded vocabulary, equal stages; 8 sequences of 16 tokens a step."""
+    path, parameters = _LAYOUTS[model]
+    cuts = [round(i * layers / degrees.pp) for i in range(degrees.pp + 1)]
+    return Plan(
+        degrees=degrees,
+        global_batch=8,
+        seq_len=16,
+        micro_batch=micro_batch,
+        stages=tuple(tuple(f"{path}.{i}" for i in range(a, b)) for a, b in zip(cuts, cuts[1:], strict=False)),
+        schedule=schedule,
+        sequence_sharding=sequence_sharding and degrees.tp > 1,
+        parameters=parameters if degrees.tp > 1 else {},
+        checkpoint={f"{path}.*": "full"} if checkpoint else {},
+        precision=precision,
+    )
