@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.errors import SpecError, nearest
 
-__all__ = ["CallSignature", "call_arguments", "flat_names"]
+__all__ = ["CallSignature", "call_arguments", "flat_names", "forward_parameters", "graph_name", "register_dataclasses"]
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,12 @@ class CallSignature:
                 where="batch",
                 try_="pass the same inputs, or parallelize with an example that has these",
             )
-        return {name: have[name] for name in self.tensors}
+        return {graph_name(name): have[name] for name in self.tensors}
+
+
+def graph_name(leaf: str) -> str:
+    """Name of the graph input for a leaf of the call: `packed.ids` is `packed_ids`."""
+    return leaf.replace(".", "_")
 
 
 def call_arguments(parameters: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import traceback
 from types import TracebackType
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from autopar.errors import UnsupportedModelError
 
@@ -49,16 +49,16 @@ def _innermost_module(tb: TracebackType | None, shell: nn.Module) -> tuple[str, 
 
 def refuse_effects(exported: torch.export.ExportedProgram) -> None:
     """Raise UnsupportedModelError for what a static graph would silently lose: mutated state, autocast regions."""
-    signature = exported.graph_signature
-    if signature.buffers_to_mutate:
-        name = str(next(iter(signature.buffers_to_mutate.values()))).removeprefix("model.")
-        raise UnsupportedModelError(
-            "a buffer is changed in forward", where=name, try_="keep such state outside the model, or make it a constant"
-        )
-    if signature.user_inputs_to_mutate:
-        name = str(next(iter(signature.user_inputs_to_mutate.values())))
-        raise UnsupportedModelError("an input is changed in place", where=name, try_="work on a clone of the input")
+    targets = {s.arg.name: str(s.target) for s in exported.graph_signature.input_specs if s.target is not None}
     for node in exported.graph.nodes:
+        changed = _changed_root(node)
+        if changed is not None:
+            name = targets.get(changed.name, "").removeprefix("model.")
+            raise UnsupportedModelError(
+                "a buffer is changed in forward" if name else "an input is changed in place",
+                where=name or changed.name,
+                try_="keep such state outside the model" if name else "work on a clone of the input",
+            )
         if node.op == "call_function" and isinstance(node.target, torch._ops.HigherOrderOperator):
             stack = list((node.meta.get("nn_module_stack") or {}).values())
             where = stack[-1][0].removeprefix("model").removeprefix(".") if stack else ""
@@ -67,3 +67,22 @@ def refuse_effects(exported: torch.export.ExportedProgram) -> None:
                 where=where or "model",
                 try_="remove autocast and no_grad regions from forward; precision is set in TrainSpec",
             )
+
+
+def _changed_root(node: fx.Node) -> fx.Node | None:
+    """The placeholder (buffer, parameter or input) that an in-place op changes, directly or through views; else None."""
+    target = node.target
+    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
+        return None
+    root = node.args[0]
+    while isinstance(root, fx.Node) and root.op == "call_function" and _is_view(root):
+        root = root.args[0]
+    return root if isinstance(root, fx.Node) and root.op == "placeholder" else None
+
+
+def _is_view(node: fx.Node) -> bool:
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    aliases = [a.alias_info for a in target._schema.arguments]
+    return bool(aliases) and aliases[0] is not None and not target._schema.is_mutable

@@ -15,28 +15,40 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from autopar.binding import register_dataclasses
+
 __all__ = ["CallShell", "make_shell"]
 
 
 class CallShell(nn.Module):
     """Calls `model(**arguments)` and, with `loss_fn`, returns `(loss_fn(outputs, batch), outputs)`.
 
-    One mapping argument makes every user signature look alike to torch.export. With a loss function the batch may hold
-    entries that only the loss reads; those `model.forward` does not name are kept from it.
+    Its one argument is the flat list of tensors of the call, which makes every user signature look alike to torch.export;
+    `rebuild` puts them back where they belong. With a loss function the batch may hold entries that only the loss reads;
+    those `model.forward` does not name are kept from it.
     """
 
     def __init__(
-        self, model: nn.Module, loss_fn: Callable[[Any, Mapping[str, Any]], torch.Tensor] | None, accepted: frozenset[str]
+        self,
+        model: nn.Module,
+        loss_fn: Callable[[Any, Mapping[str, Any]], torch.Tensor] | None,
+        accepted: frozenset[str],
+        rebuild: Callable[[list[torch.Tensor]], dict[str, Any]],
     ) -> None:
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
         self.accepted = accepted
+        self.rebuild = rebuild
 
-    def forward(self, arguments: dict[str, Any]) -> Any:
+    def forward(self, tensors: list[torch.Tensor]) -> Any:
+        arguments = self.rebuild(tensors)
         if self.loss_fn is None:
-            return self.model(**arguments)
+            outputs = self.model(**arguments)
+            register_dataclasses(outputs)
+            return outputs
         outputs = self.model(**{k: v for k, v in arguments.items() if k in self.accepted})
+        register_dataclasses(outputs)
         return {"loss": self.loss_fn(outputs, arguments), "outputs": outputs}
 
 
@@ -52,7 +64,8 @@ def make_shell(model: nn.Module, mode: FakeTensorMode) -> tuple[nn.Module, list[
             memo[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
     shell = copy.deepcopy(model, memo)
     _switch_off_cache(shell)
-    return shell, _rebuild_meta_buffers(shell)
+    with torch.device("cpu"):  # the caller may still be inside the meta device it built the model on
+        return shell, _rebuild_meta_buffers(shell)
 
 
 def _switch_off_cache(shell: nn.Module) -> None:

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
-from autopar.binding import CallSignature, call_arguments, flat_names, forward_parameters, register_dataclasses
+from autopar.binding import CallSignature, call_arguments, flat_names, forward_parameters, graph_name
 from autopar.blocks import annotate
 from autopar.capture_errors import explain_failure, refuse_effects
 from autopar.errors import SpecError, UnsupportedModelError
@@ -45,24 +45,24 @@ def trace(model: nn.Module, example: Any, *, loss_fn: LossFn | None = None) -> T
     arguments = _arguments(model, example)
     names = forward_parameters(model)
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True, static_shapes=False)
+    leaves = flat_names(arguments)
     shell, unknown_buffers = make_shell(model, mode)
-    fake, dynamic = _fake_call(arguments, mode)
-    call = CallShell(shell, loss_fn, frozenset(names))
+    fake, dynamic = _fake_call([v for v in leaves.values() if isinstance(v, torch.Tensor)], mode)
+    call = CallShell(shell, loss_fn, frozenset(names), _rebuilder(arguments))
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             exported = torch.export.export(call, (fake,), strict=False, dynamic_shapes=(dynamic,))
     except Exception as error:  # export raises dozens of unrelated classes; all become one with the module path
         raise explain_failure(error, call) from error
     refuse_effects(exported)
 
     parameters, buffers, ties = _state(model)
-    graph_module, symbols = _plain_graph(exported, model, shell, arguments)
+    graph_module, symbols = _plain_graph(exported, model, shell, leaves)
     _set_shapes(graph_module.graph, symbols)
     _set_paths(graph_module.graph)
     inputs = _inputs(graph_module.graph)
     outputs, out_spec, loss = _outputs(graph_module.graph, exported)
     segments = annotate(graph_module.graph, parameters)
-    leaves = flat_names(arguments)
     return TracedModel(
         graph_module=graph_module,
         batch=BATCH,
@@ -70,7 +70,7 @@ def trace(model: nn.Module, example: Any, *, loss_fn: LossFn | None = None) -> T
         inputs=inputs,
         signature=CallSignature(
             parameters=names,
-            tensors=tuple(i.name for i in inputs),
+            tensors=tuple(n for n, v in leaves.items() if isinstance(v, torch.Tensor)),
             constants={n: v for n, v in leaves.items() if not isinstance(v, torch.Tensor)},
         ),
         outputs=outputs,
@@ -94,35 +94,41 @@ def _arguments(model: nn.Module, example: Any) -> dict[str, Any]:
     return call_arguments(forward_parameters(model), positional, {})
 
 
-def _fake_call(arguments: dict[str, Any], mode: FakeTensorMode) -> tuple[dict[str, Any], Any]:
+def _fake_call(tensors: Sequence[torch.Tensor], mode: FakeTensorMode) -> tuple[list[torch.Tensor], list[Any]]:
     """Fake tensors of the example's shapes and which of their dims are dynamic.
 
     The batch hint is a small number that no other dim of the example equals: export compares hints when it decides
     whether two sizes are the same, and an accidental equality would tie the batch to another dim.
     """
-    register_dataclasses(arguments)
-    tensors = [t for t in pytree.tree_leaves(arguments) if isinstance(t, torch.Tensor)]
     if not tensors:
         raise SpecError("the example holds no tensor", where="example", try_='pass {"input_ids": ..., "labels": ...}')
     seq = next((t.shape[1] for t in tensors if t.dim() >= 2), None)
     taken = {size for t in tensors for size in t.shape[1:]}
     batch = next(n for n in (6, 10, 14, 22, 26, 34) if n not in taken)
     auto = torch.export.Dim.AUTO
+    fakes, dims = [], []
+    with mode, torch.device("cpu"):
+        for t in tensors:
+            shape = [batch, *t.shape[1:]] if t.dim() else []
+            fakes.append(torch.zeros(shape, dtype=t.dtype, requires_grad=t.requires_grad))
+            dynamic = {0: auto} if t.dim() else {}
+            dims.append(dynamic | ({1: auto} if t.dim() >= 2 and t.shape[1] == seq else {}))
+    return fakes, dims
 
-    def fake(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        shape = [batch, *leaf.shape[1:]] if leaf.dim() else []
-        with mode:
-            return torch.zeros(shape, dtype=leaf.dtype, device="cpu", requires_grad=leaf.requires_grad)
 
-    def dims(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return None
-        dynamic = {0: auto} if leaf.dim() else {}
-        return dynamic | ({1: auto} if leaf.dim() >= 2 and leaf.shape[1] == seq else {})
+def _rebuilder(arguments: dict[str, Any]) -> Callable[[list[torch.Tensor]], dict[str, Any]]:
+    """The inverse of taking the tensors out of `arguments`."""
+    leaves, spec = pytree.tree_flatten(arguments)
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
 
-    return pytree.tree_map(fake, arguments), pytree.tree_map(dims, arguments)
+    def rebuild(tensors: list[torch.Tensor]) -> dict[str, Any]:
+        values = list(leaves)
+        for place, tensor in zip(places, tensors, strict=True):
+            values[place] = tensor
+        rebuilt: dict[str, Any] = pytree.tree_unflatten(values, spec)
+        return rebuilt
+
+    return rebuild
 
 
 def _state(
@@ -143,7 +149,7 @@ def _state(
 
 
 def _plain_graph(
-    exported: torch.export.ExportedProgram, model: nn.Module, shell: nn.Module, arguments: dict[str, Any]
+    exported: torch.export.ExportedProgram, model: nn.Module, shell: nn.Module, leaves: Mapping[str, Any]
 ) -> tuple[fx.GraphModule, dict[sympy.Symbol, sympy.Symbol]]:
     """A fresh GraphModule: state as get_attr of the user's tensors, inputs under the user's names.
 
@@ -155,15 +161,13 @@ def _plain_graph(
     attributes: dict[str, Any] = {}
     copies: dict[fx.Node, fx.Node] = {}
     canonical = _canonical_names(model)
-    input_names = iter(n for n, v in flat_names(arguments).items() if isinstance(v, torch.Tensor))
+    input_names = iter(n for n, v in leaves.items() if isinstance(v, torch.Tensor))
     roles: dict[sympy.Symbol, sympy.Symbol] = {}
     for node, spec in zip(
         (n for n in exported.graph.nodes if n.op == "placeholder"), exported.graph_signature.input_specs, strict=True
     ):
         if spec.kind == torch.export.graph_signature.InputKind.USER_INPUT:
-            if not isinstance(node.meta["val"], torch.Tensor):
-                continue  # a constant argument: frozen into the graph, checked by CallSignature
-            copies[node] = graph.placeholder(next(input_names).replace(".", "_"))
+            copies[node] = graph.placeholder(graph_name(next(input_names)))
             for dim, role in ((0, BATCH), (1, SEQ)):
                 roles |= {s: role for s in _symbols_of(node.meta["val"], dim)}
         else:
@@ -276,7 +280,7 @@ def _seq_range(
     exported: torch.export.ExportedProgram,
     roles: Mapping[sympy.Symbol, sympy.Symbol],
     inputs: Sequence[InputSpec],
-    fake: Mapping[str, Any],
+    fake: Sequence[torch.Tensor],
 ) -> tuple[int, int | None]:
     """Lengths the captured branches hold for. A sequence that export had to fix is a range of one length."""
     low, high = 1, None
@@ -286,7 +290,7 @@ def _seq_range(
             if bounds.upper.is_Integer and int(bounds.upper) < 2**31:
                 high = int(bounds.upper) if high is None else min(high, int(bounds.upper))
     if all(i.seq_dim is None for i in inputs):
-        fixed = next((t.shape[1] for t in pytree.tree_leaves(fake) if isinstance(t, torch.Tensor) and t.dim() > 1), None)
+        fixed = next((t.shape[1] for t in fake if t.dim() > 1), None)
         if fixed is not None:
             return int(fixed), int(fixed)
     return low, high
