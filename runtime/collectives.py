@@ -105,6 +105,11 @@ def _pad(x: Tensor, src: Placement, dst: Placement, group: dist.ProcessGroup) ->
     return join_shards(stacked, src)
 
 
+def _keep_first(x: Tensor, src: Placement, dst: Placement, group: dist.ProcessGroup) -> Tensor:
+    """Rank 0's summand is all of `x`, those of the others are zero: their sum holds it once."""
+    return x if group.rank() == 0 else torch.zeros_like(x)
+
+
 def _all_reduce(x: Tensor, src: Placement, dst: Placement, group: dist.ProcessGroup) -> Tensor:
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
@@ -140,6 +145,7 @@ _COLLECTIVES: dict[str, Callable[[Tensor, Placement, Placement, dist.ProcessGrou
     "none": _none,
     "slice": _slice,
     "pad": _pad,
+    "keep_first": _keep_first,
     "all_reduce": _all_reduce,
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,

@@ -26,9 +26,7 @@ SIZES = (1, 2, 4)
 
 
 def meshes(ranks: int) -> list[Degrees]:
-    return [
-        Degrees(dp=dp, tp=tp, pp=pp) for dp in SIZES for tp in SIZES for pp in SIZES if dp * tp * pp == ranks
-    ]
+    return [Degrees(dp=dp, tp=tp, pp=pp) for dp in SIZES for tp in SIZES for pp in SIZES if dp * tp * pp == ranks]
 
 
 @pytest.mark.distributed
