@@ -14,7 +14,8 @@ from torch import fx
 
 from autopar.blocks import op_name
 from autopar.cost_model.activations import local_bytes
-from autopar.cost_model.block_ilp import BlockNode, BlockProblem, BlockSolution, Choice, solve_block
+from autopar.cost_model.block_ilp import BlockNode, BlockProblem, BlockSolution, Choice, layout_cost, solve_block
+from autopar.cost_model.block_reduce import reduce_block
 from autopar.cost_model.comm_cost import GroupCost
 from autopar.cost_model.block_measures import BlockMeasures
 from autopar.cost_model.compute import Machine
@@ -90,13 +91,18 @@ def solve_layout(
     `fixed` holds the placements of parameters that another block owns or a pin sets.
     """
     problem, index = _problem(traced, block, strategies, measures, fixed, machine, group, sequence_sharding)
-    solution = solve_block(problem)
+    reduction = reduce_block(problem)
+    solution = solve_block(reduction.problem)
     if solution is None:
         return None
+    picks = reduction.expand(solution.picks)
+    whole = layout_cost(problem, picks)
+    assert whole is not None, "the reduced answer needs a conversion that is not offered"
+    assert abs(whole - solution.cost_us) <= 1e-6 * whole, (whole, solution.cost_us)
     chosen = {}
     for node in block.nodes:
         if node in index:
-            choice = problem.nodes[index[node]].choices[solution.picks[index[node]]]
+            choice = problem.nodes[index[node]].choices[picks[index[node]]]
             chosen[node] = (choice.inputs, choice.output)
     return chosen, solution
 
@@ -148,8 +154,13 @@ def _problem(
             if leaving is not None and node.op == "call_function":
                 add(node, BlockNode(f"out {node}", (Choice((leaving,), REPLICATE, 0.0),), (index[node],)))
 
+    prices: dict[tuple[fx.Node, Placement, Placement], float | None] = {}
+
     def conversion_us(u: int, have: Placement, wanted: Placement) -> float | None:
-        return _conversion_us(owners[u], have, wanted, measures, group)
+        key = (owners[u], have, wanted)
+        if key not in prices:
+            prices[key] = _conversion_us(*key, measures, group)
+        return prices[key]
 
     return BlockProblem(tuple(nodes), conversion_us), index
 

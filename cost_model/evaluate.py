@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 
@@ -57,16 +57,46 @@ class Evaluator:
     """Prices settings of one model on one cluster."""
 
     def __init__(
-        self, prices: ModelPrices, cluster: ClusterSpec, recipe: Recipe, micro_batches: tuple[int, ...],
+        self, prices: ModelPrices, cluster: ClusterSpec, recipe: Recipe, settings: Sequence[Setting],
         checkpoint: str | None,
     ) -> None:  # fmt: skip
         self.prices, self.cluster, self.recipe, self.checkpoint = prices, cluster, recipe, checkpoint
-        self.micro_batches = micro_batches
+        possible = [s for s in settings if s.degrees.cp == 1]
+        possible = [s for s in possible if not self.surely_too_big(s)] or possible
+        self.micro_batches = {
+            tp: tuple(sorted({s.micro_batch for s in possible if s.degrees.tp == tp}))
+            for tp in {s.degrees.tp for s in settings}
+        }
         self.class_ids = list(prices.classes)
 
     def evaluate(self, setting: Setting) -> Evaluation:
         """Raises InfeasiblePlanError if a pinned placement fits no strategy."""
         return _Pricing(self, setting).evaluate()
+
+    def bound(self, setting: Setting) -> float:
+        """Lower bound of the step in seconds with exact block prices: stages of equal time, nothing recomputed that need
+        not be, no tail."""
+        return _step_bound(setting, _Pricing(self, setting).whole_s())
+
+    def rough_bound(self, setting: Setting) -> float:
+        """As `bound`, in proportion from the next larger micro-batch that is priced already (or from the largest there
+        is): every price is a sum of maxima of affine functions of the micro-batch with non-negative constants, so the
+        price per sequence never rises with it. Gets sharper while the search goes on."""
+        d, size = setting.degrees, setting.micro_batch
+        priced = self.prices.priced_sizes(d.tp, setting.sequence_sharding)
+        larger = min((s for s in priced if s >= size), default=max(size, self.micro_batches[d.tp][-1]))
+        whole_s = _Pricing(self, replace(setting, micro_batch=larger)).whole_s()
+        return _step_bound(setting, whole_s * size / larger)
+
+    def surely_too_big(self, setting: Setting) -> bool:
+        """True if no layout and no cut fits: parameters, gradients and optimizer spread evenly over tp and pp, and
+        beside them what one layer keeps for its backward, exceed the device. (A recomputed layer keeps it too, for as
+        long as its backward runs.)"""
+        d, device = setting.degrees, self.cluster.device
+        static = self.prices.traced.parameter_count * self.recipe.total_bytes
+        whole = self.prices.single_rank(setting.micro_batch)
+        kept = min(price.saved_bytes for price in whole.layers.values())
+        return (static / d.pp + kept) / d.tp > device.memory_bytes - device.reserved_bytes
 
 
 class _Pricing:
@@ -80,7 +110,7 @@ class _Pricing:
         self.pp_group = group_cost(owner.cluster, d, "pp")
         tp_group = group_cost(owner.cluster, d, "tp")
         self.blocks: BlockPrices = owner.prices.at(
-            d.tp, setting.sequence_sharding, setting.micro_batch, tp_group, owner.micro_batches
+            d.tp, setting.sequence_sharding, setting.micro_batch, tp_group, owner.micro_batches[d.tp]
         )
         self.send_s = 2 * self.pp_group.seconds("send", self.blocks.border_bytes) if d.pp > 1 else 0.0
         self.parameters = {c: self._parameters(owner.prices.blocks[c].nodes) for c in owner.class_ids}
@@ -106,6 +136,12 @@ class _Pricing:
         return Evaluation(
             self.setting, solution, sum(time_s.values()), time_s, memory, self._collectives(solution, stages), flops
         )
+
+    def whole_s(self) -> float:
+        """Seconds of one micro-batch through all stages, each layer in its fastest mode."""
+        repeats = self.owner.prices.repeats()
+        whole = sum(repeats[c] * self._layer_class(c).modes[0].time_s for c in self.owner.class_ids)
+        return whole + _seconds(self.blocks.prologue) + _seconds(self.blocks.epilogue) + self.pp * self.send_s
 
     def _problem(self) -> PipelineProblem:
         owner, m = self.owner, self.setting.micro_batches
@@ -278,6 +314,11 @@ class _Pricing:
         if self.setting.degrees.dp > 1:
             count("all_reduce", "dp", stages[slowest].parameters * self.recipe.gradient_bytes, 1)
         return tuple({"kind": k, "axis": a, "bytes": b, "count": n} for (k, a, b), n in tally.items())
+
+
+def _step_bound(setting: Setting, whole_s: float) -> float:
+    """The slowest stage takes at least the mean."""
+    return (setting.micro_batches - 1) * whole_s / setting.degrees.pp + whole_s
 
 
 def _seconds(price: LayoutPrice) -> float:

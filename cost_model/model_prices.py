@@ -1,8 +1,8 @@
 """Prices of a captured model's blocks for (tp, sequence sharding, micro-batch): block ILPs solved once, then re-used.
 
 Layout re-use over micro-batches: for a fixed layout the cost is affine in the micro-batch, so the least cost is concave
-in it, and a layout that is optimal at two sizes is optimal between them. Layouts are therefore solved at the smallest
-and largest micro-batch and by bisection where these differ. (A roofline kink of a weight-bound matmul is not affine; it
+in it, and a layout that is optimal at two sizes is optimal between them. A second size is therefore solved at the far end
+of the range, and sizes between two that agree are not solved. (A roofline kink of a weight-bound matmul is not affine; it
 moves an op's price, not which letter it shards.)
 """
 
@@ -124,7 +124,7 @@ class ModelPrices:
     def single_rank_seconds(self, micro_batch: int) -> tuple[float, float]:
         """(seconds, kernel launches in seconds) of forward and backward of the whole model on one rank: the analytic
         lower bound of any layout over tp ranks is (seconds - launches) / tp + launches."""
-        price = self.at(1, False, micro_batch, GroupCost(1, float("inf"), 0.0))
+        price = self.single_rank(micro_batch)
         repeats = self.repeats()
         total = sum(repeats[c] * (p.forward_s + p.backward_s) for c, p in price.layers.items())
         total += sum(p.forward_s + p.backward_s for p in (price.prologue, price.epilogue))
@@ -133,6 +133,10 @@ class ModelPrices:
             kernels = sum(op.kind != "view" for op in self.measures(block.name, micro_batch).sizes.values())
             launches += repeats.get(block.name, 1) * kernels * 2 * self.machine.launch_s
         return total, min(launches, total)
+
+    def single_rank(self, micro_batch: int) -> BlockPrices:
+        """Prices without any sharding."""
+        return self.at(1, False, micro_batch, GroupCost(1, float("inf"), 0.0))
 
     def repeats(self) -> dict[str, int]:
         """Layers of each class."""
@@ -154,6 +158,10 @@ class ModelPrices:
             self._prices[key] = self._price(tp, sequence_sharding, micro_batch, group, micro_batches or (micro_batch,))
         return self._prices[key]
 
+    def priced_sizes(self, tp: int, sequence_sharding: bool) -> list[int]:
+        """Micro-batches whose prices are known."""
+        return [size for degree, sharding, size in self._prices if (degree, sharding) == (tp, sequence_sharding)]
+
     def _price(self, tp: int, sp: bool, micro_batch: int, group: GroupCost, sizes: tuple[int, ...]) -> BlockPrices:
         layout: Layout = {}
         for block in (self.glue, *self.blocks.values()):
@@ -165,9 +173,12 @@ class ModelPrices:
                                 group=group, sequence_sharding=sp)  # fmt: skip
 
         layers = {c: price(c, block.nodes) for c, block in self.blocks.items()}
-        border = max((self._border_bytes(block, micro_batch) for block in self.blocks.values()), default=0.0)
         return BlockPrices(layers, price("glue", self.prologue), price("glue", self.epilogue),
-                           border / (tp if sp else 1), layout)  # fmt: skip
+                           self.border_bytes(micro_batch) / (tp if sp else 1), layout)  # fmt: skip
+
+    def border_bytes(self, micro_batch: int) -> float:
+        """Bytes of what leaves a layer with gradient, the residual stream, whole."""
+        return max((self._border_bytes(block, micro_batch) for block in self.blocks.values()), default=0.0)
 
     def _border_bytes(self, block: Block, micro_batch: int) -> float:
         inside, made = set(block.nodes), self.measures(block.name, micro_batch).tensor_bytes
@@ -185,12 +196,12 @@ class ModelPrices:
             return replicated(block.nodes)
         known = self._layouts[block.name, tp, sp]
         if micro_batch not in known:
-            low, high = _around(micro_batch, sizes, known)
-            for size in dict.fromkeys((low, high)):
+            ends = _around(micro_batch, sizes, known)
+            for size in ends:
                 if size not in known:
                     known[size] = self._solve(block, tp, sp, size, group, fixed)
-            if known[low] == known[high]:
-                known[micro_batch] = known[low]
+            if micro_batch not in known and known[ends[0]] == known[ends[-1]]:
+                known[micro_batch] = known[ends[0]]
             elif micro_batch not in known:
                 known[micro_batch] = self._solve(block, tp, sp, micro_batch, group, fixed)
         return known[micro_batch]
@@ -212,11 +223,14 @@ class ModelPrices:
         return layout
 
 
-def _around(micro_batch: int, sizes: tuple[int, ...], known: Mapping[int, Layout]) -> tuple[int, int]:
-    """The nearest sizes at or below and at or above that are solved already, else the ends of the range."""
-    below = [s for s in known if s <= micro_batch] or [min(min(sizes), micro_batch)]
-    above = [s for s in known if s >= micro_batch] or [max(max(sizes), micro_batch)]
-    return max(below), min(above)
+def _around(micro_batch: int, sizes: tuple[int, ...], known: Mapping[int, Layout]) -> tuple[int, ...]:
+    """Sizes whose layouts decide `micro_batch`: itself at first, then the nearest solved ones at both sides, or the end
+    of the range where there is none yet."""
+    if not known:
+        return (micro_batch,)
+    below = [s for s in known if s < micro_batch] or [min(*sizes, micro_batch)]
+    above = [s for s in known if s > micro_batch] or [max(*sizes, micro_batch)]
+    return tuple(dict.fromkeys((max(below), min(above))))
 
 
 def _positions(traced: TracedModel) -> dict[fx.Node, int]:

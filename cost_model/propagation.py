@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 
+import sympy
 from torch import fx
 
 from autopar.cost_model.strategy_table import Strategy, StrategyTable, strategy_table
@@ -109,7 +111,18 @@ def conversion_bytes(
 def _numbers(node: fx.Node, sizes: Mapping[str, int]) -> list[int]:
     shape = node.meta["shape"]
     shape = shape[0] if shape and isinstance(shape[0], tuple) else shape
-    return [d if isinstance(d, int) else int(d.subs({s: sizes[s.name] for s in d.free_symbols})) for d in shape]
+    return [d if isinstance(d, int) else _number(d, *(sizes[s.name] for s in _symbols(d))) for d in shape]
+
+
+@lru_cache(maxsize=1024)
+def _number(dim: sympy.Expr, *values: int) -> int:
+    """`dim` at values of its symbols; a graph repeats few distinct dims very often, and sympy's subs is slow."""
+    return int(dim.subs(dict(zip(_symbols(dim), values, strict=True))))
+
+
+@lru_cache(maxsize=1024)
+def _symbols(dim: sympy.Expr) -> tuple[sympy.Symbol, ...]:
+    return tuple(sorted(dim.free_symbols, key=str))
 
 
 def _stored(node: fx.Node, plan: Plan, table: StrategyTable) -> Placement:

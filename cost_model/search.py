@@ -6,6 +6,7 @@ closed-form step time. For the report it goes on until the five nearest other la
 
 from __future__ import annotations
 
+import heapq
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -105,8 +106,7 @@ class _Run:
         single = {b: self.prices.single_rank_seconds(b) for b in sizes}
         self.bounds = {s: lower_bound(s, *single[s.micro_batch]) for s in self.settings}
         held = recipe(self.precision, train.optimizer, cluster.stack.gradient_dtype)
-        self.evaluator = Evaluator(self.prices, cluster, held, tuple(sizes), pins.checkpoint)
-        self.least_static = traced.parameter_count * held.total_bytes
+        self.evaluator = Evaluator(self.prices, cluster, held, self.settings, pins.checkpoint)
         self.done: list[Evaluation] = []
 
     def _default_batch(self) -> int:
@@ -116,13 +116,20 @@ class _Run:
 
     def best_first(self) -> Evaluation:
         """Evaluate settings in order of their bounds until none left can beat the fifth alternative."""
-        queue = sorted((s for s in self.settings if s.degrees.cp == 1), key=lambda s: (self.bounds[s], s.order))
-        for setting in queue:
-            if self.bounds[setting] > self._cutoff():
+        queue = [(self.bounds[s], s.order, "analytic", s) for s in self.settings
+                 if s.degrees.cp == 1 and not self.evaluator.surely_too_big(s)]  # fmt: skip
+        heapq.heapify(queue)
+        while queue:
+            bound, order, kind, setting = heapq.heappop(queue)
+            if bound > self._cutoff():
                 break
-            if self._surely_too_big(setting):
+            if kind == "exact prices":
+                self.done.append(self.evaluator.evaluate(setting))
                 continue
-            self.done.append(self.evaluator.evaluate(setting))
+            sharper, kind = self.evaluator.rough_bound(setting), "in proportion"
+            if sharper <= bound:
+                sharper, kind = self.evaluator.bound(setting), "exact prices"
+            heapq.heappush(queue, (max(bound, sharper), order, kind, setting))
         feasible = [e for e in self.done if e.pipeline is not None]
         if not feasible:
             raise self._infeasible()
@@ -139,11 +146,6 @@ class _Run:
             if e.pipeline is not None and (key not in layouts or _rank(e) < _rank(layouts[key])):
                 layouts[key] = e
         return list(layouts.values())
-
-    def _surely_too_big(self, setting: Setting) -> bool:
-        """Parameters, gradients and optimizer alone, spread evenly over tp and pp, exceed the device."""
-        d, device = setting.degrees, self.cluster.device
-        return self.least_static / (d.tp * d.pp) > device.memory_bytes - device.reserved_bytes
 
     def _infeasible(self) -> InfeasiblePlanError:
         device = self.cluster.device

@@ -134,7 +134,8 @@ def _build(model: Model) -> tuple[pulp.LpProblem, list[pulp.LpVariable]]:
 
 def _make(name: str, time_limit_s: float) -> pulp.LpSolver | None:
     if name == "HiGHS":
-        solver = pulp.HiGHS(msg=False, threads=1, timeLimit=time_limit_s, gapRel=0.0)
+        # our models are tight and small: presolve takes longer than it saves (0.9 against 0.5 s for ten block ILPs)
+        solver = pulp.HiGHS(msg=False, threads=1, timeLimit=time_limit_s, gapRel=0.0, presolve="off")
     else:
         solver = pulp.PULP_CBC_CMD(msg=False, timeLimit=time_limit_s, gapRel=0.0)
     return solver if solver.available() else None

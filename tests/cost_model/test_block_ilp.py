@@ -8,6 +8,7 @@ import random
 import pytest
 
 from autopar.cost_model.block_ilp import BlockNode, BlockProblem, Choice, layout_cost, solve_block
+from autopar.cost_model.block_reduce import reduce_block
 from autopar.placement import CONVERSIONS, PARTIAL, REPLICATE, REPLICATE_PARTIAL_GRAD, Placement, Shard
 
 STATES = (REPLICATE, REPLICATE_PARTIAL_GRAD, PARTIAL, Shard(0), Shard(1))
@@ -39,8 +40,12 @@ def test_optimal_on_random_graphs() -> None:
         costs = [cost for picks in every if (cost := layout_cost(problem, picks)) is not None]
         found = solve_block(problem)
         assert (found is None) == (not costs)
-        if found is not None:
+        reduction = reduce_block(problem)
+        smaller = solve_block(reduction.problem)
+        assert (smaller is None) == (not costs)
+        if found is not None and smaller is not None:
             assert found.cost_us == pytest.approx(min(costs), rel=1e-9)
+            assert layout_cost(problem, reduction.expand(smaller.picks)) == pytest.approx(min(costs), rel=1e-9)
             feasible += 1
     assert feasible >= 40
 
