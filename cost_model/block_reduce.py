@@ -6,13 +6,15 @@ Two folds, repeated until neither applies; both keep the optimum, and `expand` g
   consumer, which then asks the node's source for what the node wants
 - chain: a node with one source whose only consumer it is (linear -> view -> transpose) is folded with it into one node
 
-Of the pairs with the same inputs and the same output the cheapest stays.
+Of the pairs with the same inputs and the same output the cheapest stays; a choice that another with the same inputs beats
+for every set of placements its consumers can ask for is dropped.
 
 Nodes read by several consumers are left alone: their conversions are shared, which only the ILP can decide.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from autopar.cost_model.block_ilp import BlockNode, BlockProblem, Choice
@@ -66,6 +68,8 @@ def reduce_block(problem: BlockProblem) -> Reduction:
                  list(node.sources), u)
         for u, node in enumerate(problem.nodes)
     }  # fmt: skip
+    for u in nodes:
+        _drop_dominated(problem, nodes, u)
     changed = True
     while changed:
         changed = False
@@ -73,6 +77,32 @@ def reduce_block(problem: BlockProblem) -> Reduction:
             if u in nodes and (_fold_forward(problem, nodes, u) or _fold_chain(problem, nodes, u)):
                 changed = True
     return _finish(problem, nodes)
+
+
+def _drop_dominated(problem: BlockProblem, nodes: dict[int, _Node], u: int) -> None:
+    """Drop a choice if another with the same inputs is no dearer, whatever set of placements its consumers ask for."""
+    node = nodes[u]
+    wanted = sorted({w for c, slot in _edges_from(nodes, u) for row in nodes[c].rows
+                     if (w := row.inputs[slot]) is not None}, key=str)  # fmt: skip
+    prices = {o: [_convert_us(problem, node.tail, o, w) for w in wanted] for o in {row.output for row in node.rows}}
+    by_inputs: dict[tuple[Placement | None, ...], list[_Row]] = {}
+    for row in sorted(node.rows, key=lambda row: row.cost_us):
+        same = by_inputs.setdefault(row.inputs, [])
+        if not any(other.cost_us + _excess_us(prices[other.output], prices[row.output]) <= row.cost_us for other in same):
+            same.append(row)
+    node.rows = [row for same in by_inputs.values() for row in same]
+
+
+def _excess_us(other: list[float | None], own: list[float | None]) -> float:
+    """The most that conversions from one output can cost more than from another, over any set of targets."""
+    total = 0.0
+    for theirs, ours in zip(other, own, strict=True):
+        if ours is None:
+            continue
+        if theirs is None:
+            return math.inf
+        total += max(0.0, theirs - ours)
+    return total
 
 
 def _edges_from(nodes: dict[int, _Node], u: int) -> list[tuple[int, int]]:
@@ -103,6 +133,7 @@ def _fold_forward(problem: BlockProblem, nodes: dict[int, _Node], u: int) -> boo
     consumer.rows = list(rows.values())
     consumer.sources = consumer.sources[:slot] + node.sources + consumer.sources[slot + 1 :]
     del nodes[u]
+    _drop_dominated(problem, nodes, edges[0][0])
     return True
 
 
@@ -123,6 +154,7 @@ def _fold_chain(problem: BlockProblem, nodes: dict[int, _Node], u: int) -> bool:
         return False
     nodes[u] = _Node(list(rows.values()), producer.sources, node.tail)
     del nodes[sources[0]]
+    _drop_dominated(problem, nodes, u)
     return True
 
 

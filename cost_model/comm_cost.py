@@ -45,6 +45,15 @@ class GroupCost:
             return whole_bytes / self.bytes_per_s + self.latency_s
         raise ValueError(f"unknown collective {kind!r}")
 
+    def scales_from(self, fewer: GroupCost) -> bool:
+        """True if every collective takes at least fewer.size / self.size of what it takes over the smaller group."""
+        if fewer.size == 1:
+            return False
+        share = fewer.size / self.size
+        kinds = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+        sizes = (0.0, 1e3, 1e6, 1e9, 1e12)  # affine in between, but for the all-reduce, which is a minimum of affine ones
+        return all(self.seconds(k, n) >= share * fewer.seconds(k, n) for k in kinds for n in sizes)
+
     def _all_reduce(self, whole_bytes: float) -> float:
         """The cheaper of a ring and a double tree, as NCCL chooses; in-network reduction moves every byte once."""
         n = self.size

@@ -14,6 +14,7 @@ from autopar.cost_model.memory import Recipe, in_flight
 from autopar.cost_model.model_prices import BlockPrices, ModelPrices
 from autopar.cost_model.pipeline_ilp import PipelineSolution, solve_pipeline
 from autopar.cost_model.stage_table import LayerClass, LayerMode, PipelineProblem, StageCost, StagePrice, StageTable
+from autopar.mesh import Degrees
 from autopar.specs import ClusterSpec
 
 __all__ = ["Evaluation", "Evaluator", "TIME_PARTS"]
@@ -78,15 +79,31 @@ class Evaluator:
         not be, no tail."""
         return _step_bound(setting, _Pricing(self, setting).whole_s())
 
-    def rough_bound(self, setting: Setting) -> float:
-        """As `bound`, in proportion from the next larger micro-batch that is priced already (or from the largest there
-        is): every price is a sum of maxima of affine functions of the micro-batch with non-negative constants, so the
-        price per sequence never rises with it. Gets sharper while the search goes on."""
-        d, size = setting.degrees, setting.micro_batch
-        priced = self.prices.priced_sizes(d.tp, setting.sequence_sharding)
-        larger = min((s for s in priced if s >= size), default=max(size, self.micro_batches[d.tp][-1]))
-        whole_s = _Pricing(self, replace(setting, micro_batch=larger)).whole_s()
-        return _step_bound(setting, whole_s * size / larger)
+    def rough_bound(self, setting: Setting, floor_s: float) -> float:
+        """Lower bound in proportion from prices that are known, gets sharper while the search goes on. If these do not
+        lift the bound above `floor_s`, the largest micro-batch of the same tp is priced for it.
+
+        Every price is a sum of maxima of affine functions of the micro-batch with non-negative constants, so the price
+        per sequence never rises with it; and a layout over tp ranks is one over fewer, where an op takes at most so much
+        longer as there are fewer ranks, and so does a collective if `GroupCost.scales_from` says so.
+        """
+        d, size, sharding = setting.degrees, setting.micro_batch, setting.sequence_sharding
+        group = group_cost(self.cluster, d, "tp")
+        best = 0.0
+        for tp in self.micro_batches:
+            smaller = replace(d, tp=tp, dp=d.dp * d.tp // tp) if d.tp % tp == 0 else None
+            if smaller is None or (tp != d.tp and (tp == 1 or not group.scales_from(group_cost(self.cluster, smaller, "tp")))):
+                continue
+            for priced in self.prices.priced_sizes(tp, sharding):
+                if priced >= size:
+                    best = max(best, self._in_proportion(setting, smaller, priced))
+        if best > floor_s:
+            return best
+        return max(best, self._in_proportion(setting, d, max(size, self.micro_batches[d.tp][-1])))
+
+    def _in_proportion(self, setting: Setting, degrees: Degrees, priced: int) -> float:
+        whole_s = _Pricing(self, replace(setting, degrees=degrees, micro_batch=priced)).block_s()
+        return _step_bound(setting, whole_s * setting.micro_batch / priced * degrees.tp / setting.degrees.tp)
 
     def surely_too_big(self, setting: Setting) -> bool:
         """True if no layout and no cut fits: parameters, gradients and optimizer spread evenly over tp and pp, and
@@ -138,10 +155,14 @@ class _Pricing:
         )
 
     def whole_s(self) -> float:
-        """Seconds of one micro-batch through all stages, each layer in its fastest mode."""
+        """Seconds of one micro-batch through all stages, sends included."""
+        return self.block_s() + self.pp * self.send_s
+
+    def block_s(self) -> float:
+        """Seconds of one micro-batch through all blocks, each layer in its fastest mode."""
         repeats = self.owner.prices.repeats()
         whole = sum(repeats[c] * self._layer_class(c).modes[0].time_s for c in self.owner.class_ids)
-        return whole + _seconds(self.blocks.prologue) + _seconds(self.blocks.epilogue) + self.pp * self.send_s
+        return whole + _seconds(self.blocks.prologue) + _seconds(self.blocks.epilogue)
 
     def _problem(self) -> PipelineProblem:
         owner, m = self.owner, self.setting.micro_batches

@@ -126,7 +126,7 @@ class _Run:
             if kind == "exact prices":
                 self.done.append(self.evaluator.evaluate(setting))
                 continue
-            sharper, kind = self.evaluator.rough_bound(setting), "in proportion"
+            sharper, kind = self.evaluator.rough_bound(setting, bound), "in proportion"
             if sharper <= bound:
                 sharper, kind = self.evaluator.bound(setting), "exact prices"
             heapq.heappush(queue, (max(bound, sharper), order, kind, setting))
