@@ -172,7 +172,8 @@ def _state_of(module: fx.GraphModule, traced: TracedModel) -> tuple[dict[str, Pa
             name, path = str(node.target), f"{prefix}{node.target}"
             spec = traced.parameters.get(name)
             if spec is None:
-                buffers[path] = name
+                if name in traced.buffers:
+                    buffers[path] = name  # lifted constants are no state of the model; they travel with the graph
                 continue
             parameters[path] = ParameterShard(
                 name=name,
