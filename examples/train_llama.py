@@ -25,18 +25,18 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import autopar
 
-RANKS, STEPS = 4, 40
+RANKS, STEPS = 4, 100
 GLOBAL_BATCH, SEQ_LEN = 16, 128
-LEARNING_RATE = 3e-3
+LEARNING_RATE = 1e-3
 
 
 def build_model() -> nn.Module:
-    """A Llama over bytes, 3.3 million parameters; the same weights on every call."""
+    """A Llama over bytes, 0.9 million parameters; the same weights on every call."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=256,
-        hidden_size=256,
-        intermediate_size=768,
+        hidden_size=128,
+        intermediate_size=384,
         num_hidden_layers=4,
         num_attention_heads=8,
         num_key_value_heads=4,
@@ -77,7 +77,7 @@ def train_parallel(pins: list[str]) -> list[float]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-        if first and (step % 5 == 0 or step == STEPS - 1):
+        if first and (step % 10 == 0 or step == STEPS - 1):
             print(f"step {step:3d}  loss {losses[-1]:.4f}", flush=True)
     return losses
 
@@ -126,9 +126,13 @@ def main() -> None:
     start_ranks(options.pin, losses_file)
     losses = json.loads(losses_file.read_text())
     losses_file.unlink()
-    print(f"\n{RANKS} processes: loss {losses[0]:.4f} -> {losses[-1]:.4f} in {time.perf_counter() - start:.1f} s")
-    difference = max(abs(a - b) / b for a, b in zip(losses, reference, strict=True))
-    print(f"largest relative difference of the loss to one process over {STEPS} steps: {difference:.1e}")
+    took_s = time.perf_counter() - start
+    print(f"\n{RANKS} processes: loss {losses[0]:.4f} -> {losses[-1]:.4f} in {took_s:.1f} s, start and search included")
+    differences = [abs(a - b) / b for a, b in zip(losses, reference, strict=True)]
+    print(f"largest relative difference of the loss to one process: {max(differences):.1e} (fp32 rounding, which grows")
+    print(
+        f"with the steps: {max(differences[: STEPS // 10]):.1e} in the first tenth; `autopar verify` compares in fp64)"
+    )
     print("plan written to plan.json")
 
 
