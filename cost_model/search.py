@@ -149,12 +149,11 @@ class _Run:
 
     def _infeasible(self) -> InfeasiblePlanError:
         device = self.cluster.device
-        if not self.done:  # not even the static state fits anywhere: price the most spread setting to name numbers
-            spread = max(
-                (s for s in self.settings if s.degrees.cp == 1),
-                key=lambda s: (s.degrees.tp * s.degrees.pp, -s.micro_batch, s.sequence_sharding),
-            )
-            self.done.append(self.evaluator.evaluate(spread))
+        tried = {e.setting for e in self.done}
+        frugal: dict[tuple[Degrees, bool], Setting] = {}  # memory grows with the micro-batch
+        for s in sorted((s for s in self.settings if s.degrees.cp == 1), key=lambda s: s.micro_batch):
+            frugal.setdefault((s.degrees, s.sequence_sharding), s)
+        self.done += [self.evaluator.evaluate(s) for s in frugal.values() if s not in tried]
         nearest = min(self.done, key=lambda e: (e.needed_bytes, e.setting.order))
         missing = nearest.needed_bytes - device.memory_bytes
         d = nearest.setting.degrees

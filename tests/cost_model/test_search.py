@@ -1,0 +1,165 @@
+"""The search as a whole: optimal over its space, within its pins, clear when nothing fits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from autopar.cost_model.evaluate import TIME_PARTS
+from autopar.cost_model.propagation import propagate
+from autopar.cost_model.search import _Run, search
+from autopar.errors import InfeasiblePlanError, SpecError
+from autopar.hardware import preset
+from autopar.ir import TracedModel
+from autopar.passes import prepare
+from autopar.plan import Plan
+from autopar.specs import ClusterSpec, Pins, TrainSpec
+from autopar.trace import trace
+from tests import models
+
+TRAIN = TrainSpec(global_batch=8, seq_len=16)
+
+
+@pytest.fixture(scope="module")
+def llama() -> TracedModel:
+    return prepare(trace(models.llama_tiny(dtype=torch.float32), models.default_batch()))
+
+
+@pytest.fixture(scope="module")
+def gpt() -> TracedModel:
+    return prepare(trace(models.tiny_gpt(dtype=torch.float32), models.default_batch()))
+
+
+def cluster_of(memory_bytes: int, processes: int = 4) -> ClusterSpec:
+    local = preset("local", processes)
+    return replace(local, device=replace(local.device, memory_bytes=memory_bytes, reserved_bytes=0))
+
+
+@pytest.mark.parametrize("memory_bytes", [1 << 30, 2_400_000, 1_800_000])
+def test_pruning_never_loses_the_optimum(gpt: TracedModel, memory_bytes: int) -> None:
+    """Every setting evaluated without any bound gives the same best step time."""
+    cluster = cluster_of(memory_bytes)
+    exhaustive = _Run(gpt, cluster, TRAIN, Pins())
+    times = [exhaustive.evaluator.evaluate(s).step_s for s in exhaustive.settings if s.degrees.cp == 1]
+    assert min(times) < float("inf")
+    result = search(gpt, cluster, TRAIN)
+    assert result.plan.prediction["step_time_s"] == pytest.approx(min(times), rel=1e-9)
+    assert result.statistics["pruned"] > 0 or memory_bytes < 1 << 30
+
+
+def test_same_input_same_plan(gpt: TracedModel) -> None:
+    first, second = (search(gpt, preset("local", 4), TRAIN, Pins(tp=2)).plan for _ in range(2))
+    assert first.dumps() == second.dumps()
+
+
+def test_prediction_adds_up(llama: TracedModel) -> None:
+    plan = search(llama, preset("local", 4), TRAIN, Pins(tp=2, pp=2)).plan
+    prediction = plan.prediction
+    assert set(prediction["time_s"]) == set(TIME_PARTS)
+    assert sum(prediction["time_s"].values()) == pytest.approx(prediction["step_time_s"])
+    for stage in prediction["peak_memory_bytes"]:
+        parts = sum(value for name, value in stage.items() if name != "total")
+        assert parts == pytest.approx(stage["total"], abs=8)
+    # 2 x 16 x 8 tokens through 4 layers and the head, forward and twice that backward; attention is causal
+    tokens, hidden, ffn, vocab = 128, 32, 64, 64
+    kv = sum(p.numel for name, p in llama.parameters.items() if "layers.0" in name and len(p.shape) == 2)
+    matmul = 4 * kv + hidden * vocab
+    attention = 4 * 8 * 4 * (hidden // 4) * 16 * 16  # layers x batch x heads x head_dim x seq^2, two matmuls, half
+    assert ffn < hidden * 4
+    assert prediction["model_flops"] == pytest.approx(6 * matmul * tokens + 3 * 2 * attention)
+
+
+@pytest.mark.parametrize(
+    "pins",
+    [Pins(tp=2, sp=True), Pins(tp=2, sp=False), Pins(pp=2, checkpoint="full"), Pins(dp=4, microbatch=1),
+     Pins(tp=2, pp=2, schedule="gpipe"), Pins(tp=4)],
+)  # fmt: skip
+def test_pins_are_kept_and_the_plan_propagates(llama: TracedModel, pins: Pins) -> None:
+    plan = search(llama, preset("local", 4), TRAIN, pins).plan
+    for axis in ("dp", "tp", "pp"):
+        if getattr(pins, axis) is not None:
+            assert getattr(plan.degrees, axis) == getattr(pins, axis)
+    assert pins.sp in (None, plan.sequence_sharding)
+    assert pins.microbatch in (None, plan.micro_batch)
+    assert pins.schedule in (None, plan.schedule)
+    if pins.checkpoint == "full":
+        assert {plan.checkpoint_mode(s.path) for s in llama.layers} == {"full"}
+    assert Plan.loads(plan.dumps()) == plan
+    assert [path for stage in plan.layer_paths() for path in stage] == [s.path for s in llama.layers]
+    if plan.degrees.tp > 1:
+        assert propagate(llama, plan).strategy  # raises if the plan names what the rules do not allow
+
+
+def test_module_pin_decides_the_weight(llama: TracedModel) -> None:
+    free = search(llama, preset("local", 4), TRAIN, Pins(tp=2)).plan
+    pins = Pins(tp=2, modules={"model.layers.*.mlp.down_proj": "replicate"})
+    pinned = search(llama, preset("local", 4), TRAIN, pins).plan
+    path = "model.layers.1.mlp.down_proj.weight"
+    assert (free.parameter_placement(path), pinned.parameter_placement(path)) == ("S(1)", "R")
+
+
+@pytest.mark.parametrize(
+    ("pins", "text"),
+    [
+        (Pins(cp=2), "cp=2 is priced but not executed yet"),
+        (Pins(zero=1), "zero=1 is not built yet"),
+        (Pins(schedule="interleaved"), "schedule=interleaved is not built yet"),
+        (Pins(checkpoint="selective"), "checkpoint=selective is not built yet"),
+        (Pins(tp=3), "tp=3 does not divide 4 devices"),
+        (Pins(dp=1, tp=1, pp=1), "pinned degrees multiply to 1"),
+        (Pins(microbatch=3), "microbatch=3 does not divide global_batch 8"),
+    ],
+)
+def test_impossible_pins_are_refused_by_name(llama: TracedModel, pins: Pins, text: str) -> None:
+    with pytest.raises(SpecError, match=text):
+        search(llama, preset("local", 4), TRAIN, pins)
+
+
+def test_a_tp_that_cannot_shard_heads_lists_the_legal_ones(llama: TracedModel) -> None:
+    with pytest.raises(InfeasiblePlanError, match=r"tp=8 cannot shard.*tp one of 1, 2, 4"):
+        search(llama, preset("local", 8), TRAIN, Pins(tp=8))
+
+
+def test_too_little_memory_says_what_is_missing(gpt: TracedModel) -> None:
+    with pytest.raises(InfeasiblePlanError, match=r"lacks (\d+) bytes .* on stage \d") as caught:
+        search(gpt, cluster_of(100_000), TRAIN)
+    missing = int(str(caught.value).split("lacks ")[1].split(" bytes")[0])
+    assert search(gpt, cluster_of(100_000 + missing + 1), TRAIN).plan.prediction["step_time_s"] > 0
+    with pytest.raises(InfeasiblePlanError):
+        search(gpt, cluster_of(100_000 + missing - 64), TRAIN)
+
+
+def test_less_memory_costs_recompute_not_feasibility(gpt: TracedModel) -> None:
+    pins = Pins(dp=4, microbatch=2)
+    roomy = search(gpt, cluster_of(1 << 30), TRAIN, pins).plan
+    peak = roomy.prediction["peak_memory_bytes"][0]["total"]
+    tight = search(gpt, cluster_of(peak - 1), TRAIN, pins).plan
+    assert not roomy.checkpoint
+    assert tight.checkpoint
+    assert tight.prediction["peak_memory_bytes"][0]["total"] < peak
+    assert tight.prediction["time_s"]["recompute"] > 0
+
+
+def test_the_heaviest_stage_counts() -> None:
+    """Field case pm-01: stages of 1, 2 and 1 layers hold 11328, 18560 and 11360 parameters; 18560 decides."""
+    traced = prepare(trace(models.llama_tiny(dtype=torch.float32), models.default_batch()))
+    assert traced.parameter_count == 41248
+    run = _Run(traced, preset("local", 3), TrainSpec(global_batch=6, seq_len=16), Pins(pp=3))
+    setting = next(s for s in run.settings if s.micro_batch == 1)
+    evaluation = run.evaluator.evaluate(setting)
+    assert evaluation.pipeline is not None
+    held = sorted(stage["parameters"] // 4 for stage in evaluation.memory)
+    assert held == [11328, 11360, 18560]
+
+
+def test_alternatives_are_slower_and_say_why(llama: TracedModel) -> None:
+    result = search(llama, preset("local", 4), TRAIN)
+    chosen = result.plan.prediction["step_time_s"]
+    assert len(result.alternatives) == 5
+    times = [a.step_time_s for a in result.alternatives]
+    assert all(t is not None and t >= chosen * (1 - 1e-9) for t in times)
+    assert times == sorted(times)
+    assert all(a.reason for a in result.alternatives)
+    assert all(not a.executable and a.degrees.cp > 1 for a in result.not_executable)
