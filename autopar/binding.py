@@ -1,7 +1,7 @@
 """How a user's call maps to the graph's named tensor inputs, and the graph's flat outputs back to the user's type.
 
-A call is flattened once at capture: tensors become graph inputs, everything else (None, numbers, strings) is part of the
-captured program and has to be the same at every call, which `CallSignature.bind` checks.
+A call is flattened once at capture: tensors become graph inputs, everything else (None, numbers, strings) is part of
+the captured program and has to be the same at every call, which `CallSignature.bind` checks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Annotate a captured graph: module paths, plan keys, gradient flow, and its cut into layers and glue.
 
 Layers are the members of the outermost module lists (`model.layers.0`, `encoder.block.3`, ...). Two layers are of one
-class if their nodes are the same ops on the same shapes with the same wiring; prices and strategies are then computed once.
+class if their nodes are the same ops on the same shapes with the same wiring; prices and strategies are then computed
+once.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from autopar.ir import ParameterSpec, Segment
 __all__ = ["annotate", "layer_of", "op_name"]
 
 # Outputs of these carry no gradient although they may be floating point.
-_NO_GRADIENT = {"detach", "zeros_like", "ones_like", "full_like", "new_ones", "new_zeros", "new_full", "argmax", "bernoulli"}
+_NO_GRADIENT = {
+    "detach", "zeros_like", "ones_like", "full_like", "new_ones", "new_zeros", "new_full", "argmax", "bernoulli",
+}  # fmt: skip
 
 
 def annotate(graph: fx.Graph, parameters: Mapping[str, ParameterSpec]) -> tuple[Segment, ...]:
@@ -127,7 +130,7 @@ def _next_segment(here: tuple[str, str], layer: Layer | None, ahead: Layer | Non
 
 
 def _layer_lists(graph: fx.Graph) -> set[str]:
-    """Module lists whose members are layers: at least two weights of two dims each, executed one after another, once."""
+    """Module lists whose members are layers: two or more weights of two dims each, executed one after another, once."""
     weights: defaultdict[tuple[str, int], set[str]] = defaultdict(set)
     runs: defaultdict[str, list[int]] = defaultdict(list)
     for node in graph.nodes:
@@ -167,12 +170,13 @@ def _structure(graph: fx.Graph, segment: int) -> str:
             return local[node]
         if node not in outside:
             what = "param" if node.op == "get_attr" else "input"
-            outside[node] = f"{what}{len(outside)}:{node.meta.get('shape')}:{node.meta.get('dtype')}:{node.meta['grad']}"
+            kind = (node.meta.get("shape"), node.meta.get("dtype"), node.meta["grad"])
+            outside[node] = f"{what}{len(outside)}:{kind}"
         return outside[node]
 
     lines = []
     for node in _ops_of(graph, segment):
-        arguments = fx.node.map_arg((node.args, node.kwargs), lambda n: _Reference(refer(n)))
+        arguments: Any = fx.node.map_arg((node.args, node.kwargs), lambda n: _Reference(refer(n)))  # type: ignore[arg-type, return-value]
         target = node.target if isinstance(node.target, torch._ops.OpOverload) else op_name(node)  # no addresses
         lines.append(f"{target} {arguments} {node.meta.get('shape')} {node.meta.get('dtype')}")
         local[node] = f"n{len(local)}"

@@ -13,11 +13,12 @@ from autopar.errors import UnsupportedModelError
 __all__ = ["explain_failure", "refuse_effects"]
 
 # (text in the error's class or message, reason, remedy), most specific first
+_VALUES = ("control flow depends on tensor values", "use torch.where or make the branch a constant flag")
 _REASONS = (
-    ("GuardOnDataDependent", "control flow depends on tensor values", "use torch.where or make the branch a constant flag"),
-    ("data-dependent", "control flow depends on tensor values", "use torch.where or make the branch a constant flag"),
+    ("GuardOnDataDependent", *_VALUES),
+    ("data-dependent", *_VALUES),
     ("DynamicCache", "the output holds a key/value cache", "set use_cache=False for training"),
-    ("unsupported input type", "an input or output is of a type torch.export cannot flatten", "register it as a pytree"),
+    ("unsupported input type", "torch.export cannot flatten an input or output", "register its type as a pytree"),
     ("Constraints violated", "the code fixes the batch or sequence size", "derive sizes from the inputs (x.shape)"),
 )
 
@@ -70,7 +71,7 @@ def refuse_effects(exported: torch.export.ExportedProgram) -> None:
 
 
 def _changed_root(node: fx.Node) -> fx.Node | None:
-    """The placeholder (buffer, parameter or input) that an in-place op changes, directly or through views; else None."""
+    """The placeholder (buffer, parameter or input) that an in-place op changes, also through views; else None."""
     target = node.target
     if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
         return None

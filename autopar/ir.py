@@ -2,7 +2,8 @@
 
 Contract of the graph (`TracedModel.graph_module`), on which search and passes rely:
 
-- placeholders are the user's tensor inputs, by name; parameters, buffers and lifted constants are `get_attr` nodes whose
+- placeholders are the user's tensor inputs, by name; parameters, buffers and lifted constants are `get_attr` nodes
+whose
   target is the original dotted name (a tied parameter is one node under its canonical name);
 - every op is a `call_function` of an ATen overload or of a function in `autopar.runtime.functional`;
 - every node has in `meta`:
@@ -121,7 +122,9 @@ class TracedModel:
 
     def nodes_of(self, segment: Segment) -> Iterator[fx.Node]:
         """The call_function nodes of a segment, in execution order."""
-        return (n for n in self.graph_module.graph.nodes if n.op == "call_function" and n.meta["segment"] == segment.index)
+        return (
+            n for n in self.graph_module.graph.nodes if n.op == "call_function" and n.meta["segment"] == segment.index
+        )
 
     @property
     def parameter_count(self) -> int:

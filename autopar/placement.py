@@ -89,5 +89,5 @@ CONVERSIONS: dict[tuple[str, str], tuple[str, str]] = {
     ("P", "R|P"): ("all_reduce", "all_reduce"),
     ("P", "S"): ("reduce_scatter", "all_gather"),
 }
-"""What a change of placement costs. R -> P keeps the value on rank 0 and zeros elsewhere: how a bias joins a partial sum
+"""What a change of placement costs. R -> P keeps the value on rank 0, zeros elsewhere: how a bias joins a partial sum
 once, with its gradient complete on every rank. R|P -> R, S -> P and R|P -> P are never needed and not offered."""

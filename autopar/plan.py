@@ -114,7 +114,8 @@ class Plan:
         return str(_lookup(self.parameters, path, "R"))
 
     def op_strategy(self, key: str) -> str | None:
-        return _lookup(self.ops, key, None)
+        strategy: str | None = _lookup(self.ops, key, None)
+        return strategy
 
     def checkpoint_mode(self, layer_path: str) -> str:
         return str(_lookup(self.checkpoint, layer_path, "none"))
@@ -270,7 +271,8 @@ def _check_fields(plan: Plan) -> None:
         _require_in(f"checkpoint[{path}]", mode, CHECKPOINT_MODES)
     if plan.global_batch % (plan.degrees.dp * plan.micro_batch):
         raise SpecError(
-            f"global_batch {plan.global_batch} is not a multiple of dp {plan.degrees.dp} x micro_batch {plan.micro_batch}",
+            f"global_batch {plan.global_batch} is not a multiple of "
+            f"dp {plan.degrees.dp} x micro_batch {plan.micro_batch}",
             where="micro_batch",
             try_=f"micro_batch one of {_divisors(plan.global_batch // plan.degrees.dp) or 'none: lower dp'}",
         )

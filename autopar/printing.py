@@ -1,6 +1,6 @@
 """A stable text form of a graph, for golden tests and for printing what a pass changed.
 
-One line a node: `%linear_1 [batch, seq, 64] S(2) = linear(%rms_norm, model.layers.0.mlp.up_proj.weight)`. Names count ops
+One line a node: `%linear_1 [batch, seq, 64] S(2) = linear(%rms_norm, model.layers.0.up_proj.weight)`. Names count ops
 by kind in order of execution, so they do not depend on how the graph was built or on the torch release.
 """
 

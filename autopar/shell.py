@@ -23,9 +23,9 @@ __all__ = ["CallShell", "make_shell"]
 class CallShell(nn.Module):
     """Calls `model(**arguments)` and, with `loss_fn`, returns `(loss_fn(outputs, batch), outputs)`.
 
-    Its one argument is the flat list of tensors of the call, which makes every user signature look alike to torch.export;
-    `rebuild` puts them back where they belong. With a loss function the batch may hold entries that only the loss reads;
-    those `model.forward` does not name are kept from it.
+    Its one argument is the flat list of tensors of the call, which makes every user signature look alike to
+    torch.export; `rebuild` puts them back where they belong. With a loss function the batch may hold entries that only
+    the loss reads; those `model.forward` does not name are kept from it.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ def _switch_off_cache(shell: nn.Module) -> None:
     """A key/value cache object in the outputs is what makes torch.export fail on most Hugging Face decoders."""
     for module in shell.modules():
         config = getattr(module, "config", None)
-        if getattr(config, "use_cache", False):
+        if config is not None and getattr(config, "use_cache", False):
             config.use_cache = False
 
 
@@ -84,7 +84,9 @@ def _rebuild_meta_buffers(shell: nn.Module) -> list[str]:
         for name in missing:
             old = module._buffers[name]
             assert old is not None
-            module._buffers[name] = torch.full(old.shape, _POISON[old.dtype.is_floating_point], device="cpu").to(old.dtype)
+            module._buffers[name] = torch.full(old.shape, _POISON[old.dtype.is_floating_point], device="cpu").to(
+                old.dtype
+            )
         if missing and not _reinitialise(shell, module):
             unknown += [f"{path}.{name}".lstrip(".") for name in missing]
         else:
@@ -106,14 +108,14 @@ def _poisoned(buffer: torch.Tensor | None) -> bool:
 
 def _reinitialise(shell: nn.Module, module: nn.Module) -> bool:
     """Run the initialiser Hugging Face models carry for modules that own no parameters but compute buffers."""
-    initialise = next((getattr(m, "_init_weights") for m in shell.modules() if hasattr(m, "_init_weights")), None)
-    if initialise is None:
+    owner: Any = next((m for m in shell.modules() if hasattr(m, "_init_weights")), None)
+    if owner is None:
         return False
     own_parameters = dict(module._parameters)
     try:
         module._parameters.clear()
         with torch.no_grad():
-            initialise(module)
+            owner._init_weights(module)
     except (AttributeError, KeyError, TypeError, RuntimeError):
         return False  # reported as unknown by the caller
     finally:

@@ -36,9 +36,9 @@ LossFn = Callable[[Any, Mapping[str, Any]], torch.Tensor]
 def trace(model: nn.Module, example: Any, *, loss_fn: LossFn | None = None) -> TracedModel:
     """Capture `model` called on `example`.
 
-    example: a mapping of arguments by name, a sequence of positional arguments, or one object (tensor, dataclass) that is
-    the only argument. Only shapes, dtypes and non-tensor values matter; dim 0 of every tensor is the batch, dim 1 the
-    sequence where it equals that of the first tensor with two dims. Meta tensors will do.
+    example: a mapping of arguments by name, a sequence of positional arguments, or one object (tensor, dataclass) that
+    is the only argument. Only shapes, dtypes and non-tensor values matter; dim 0 of every tensor is the batch, dim 1
+    the sequence where it equals that of the first tensor with two dims. Meta tensors will do.
     Raises UnsupportedModelError with module path, reason and remedy.
     """
     start = time.perf_counter()
@@ -156,7 +156,10 @@ def _plain_graph(
     `exported.module()` would add guard functions and an input-checking hook; the bare graph has neither.
     """
     graph = fx.Graph()
-    state = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+    state = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
     shell_buffers = dict(shell.named_buffers(remove_duplicate=False))
     attributes: dict[str, Any] = {}
     copies: dict[fx.Node, fx.Node] = {}
@@ -169,7 +172,7 @@ def _plain_graph(
         if spec.kind == torch.export.graph_signature.InputKind.USER_INPUT:
             copies[node] = graph.placeholder(graph_name(next(input_names)))
             for dim, role in ((0, BATCH), (1, SEQ)):
-                roles |= {s: role for s in _symbols_of(node.meta["val"], dim)}
+                roles |= dict.fromkeys(_symbols_of(node.meta["val"], dim), role)
         else:
             name = str(spec.target).removeprefix("model.")
             name = canonical.get(name, name)
@@ -205,9 +208,10 @@ def _canonical_names(model: nn.Module) -> dict[str, str]:
 
 
 def _symbols_of(value: torch.Tensor, dim: int) -> list[sympy.Symbol]:
-    if value.dim() <= dim or not isinstance(value.shape[dim], torch.SymInt):
+    size: Any = value.shape[dim] if value.dim() > dim else None
+    if not isinstance(size, torch.SymInt):
         return []
-    return [s for s in value.shape[dim].node.expr.free_symbols if isinstance(s, sympy.Symbol)]
+    return [s for s in size.node.expr.free_symbols if isinstance(s, sympy.Symbol)]
 
 
 def _set_shapes(graph: fx.Graph, roles: Mapping[sympy.Symbol, sympy.Symbol]) -> None:
@@ -273,7 +277,7 @@ def _outputs(graph: fx.Graph, exported: torch.export.ExportedProgram) -> tuple[t
         if isinstance(leaf, fx.Node) and leaf.meta["shape"] == () and leaf.meta["dtype"].is_floating_point
     ]
     named = [i for i in scalars if names[i].split(".")[-1] == "loss"]
-    return names, spec, (named or scalars or [None])[0]
+    return names, spec, next(iter(named or scalars), None)
 
 
 def _seq_range(

@@ -1,8 +1,9 @@
 """Where a shard of one dim goes through reshape and split.
 
-A shard is (dim, left): dim is seen as (left, inner) and inner is cut over the ranks. Row-major, everything to the left of
-the cut factor has size P = product(dims before) * left. A reshape keeps the cut where the result has a dim whose own left
-part gives the same P: [b, s, 3 h d] S(2,left=3) is [b, s, 3, h, d] S(3). Sizes may be symbolic; P is compared exactly.
+A shard is (dim, left): dim is seen as (left, inner) and inner is cut over the ranks. Row-major, everything to the left
+of the cut factor has size P = product(dims before) * left. A reshape keeps the cut where the result has a dim whose own
+left part gives the same P: [b, s, 3 h d] S(2,left=3) is [b, s, 3, h, d] S(3). Sizes may be symbolic; P is compared
+exactly.
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@ The placements of the parameters decide most of it. Per op, in order of executio
    ties go to the order of the strategy table (replicated first, then partial sums, then shards);
 4. a tensor that leaves its segment lies as the border says: S(1) over tp under sequence sharding, else R.
 
-The search emits overrides only where its optimum differs, so that a plan stays short and a hand-written one is possible.
+The search emits overrides only where its optimum differs, so that a plan stays short and a hand-written one is
+possible.
 """
 
 from __future__ import annotations
@@ -149,7 +150,9 @@ def _named(node: fx.Node, plan: Plan, table: StrategyTable) -> Strategy | None:
     return options[text]
 
 
-def _default(node: fx.Node, table: StrategyTable, result: Propagation, sizes: Mapping[str, int], plan: Plan) -> Strategy:
+def _default(
+    node: fx.Node, table: StrategyTable, result: Propagation, sizes: Mapping[str, int], plan: Plan
+) -> Strategy:
     options = _using_weights_as_stored(node, table[node], result)
 
     def moved(strategy: Strategy) -> float:
@@ -162,13 +165,9 @@ def _default(node: fx.Node, table: StrategyTable, result: Propagation, sizes: Ma
     return min(options, key=moved)
 
 
-def _using_weights_as_stored(
-    node: fx.Node, options: tuple[Strategy, ...], result: Propagation
-) -> tuple[Strategy, ...]:
+def _using_weights_as_stored(node: fx.Node, options: tuple[Strategy, ...], result: Propagation) -> tuple[Strategy, ...]:
     sharded = [i for i, n in enumerate(node.all_input_nodes) if _is_sharded_state(n, result)]
-    kept = tuple(
-        s for s in options if all(s.inputs[i] == result.placement[node.all_input_nodes[i]] for i in sharded)
-    )
+    kept = tuple(s for s in options if all(s.inputs[i] == result.placement[node.all_input_nodes[i]] for i in sharded))
     return kept or options
 
 

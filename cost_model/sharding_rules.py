@@ -1,13 +1,14 @@
 """How an op may be split over one mesh axis: one line of factor notation for each op.
 
-A rule names the dims of every tensor argument and of the result by letters, einsum-like. Splitting a letter l then fixes
-the placement of everything (values and gradients together, see autopar.placement):
+A rule names the dims of every tensor argument and of the result by letters, einsum-like. Splitting a letter l then
+fixes the placement of everything (values and gradients together, see autopar.placement):
 
     a tensor that has l            S(dim of l)
     an argument that lacks l       R|P   (each rank sees a part of the work, so only a part of the gradient)
     a result that lacks l          P     (each rank holds a summand)
 
-Beside the letters every op can run replicated (all R, or all R|P), and a linear op passes a partial sum through (P -> P).
+Beside the letters every op can run replicated (all R, or all R|P), and a linear op passes a partial sum through (P ->
+P).
 
 Notation, one string an op: `"..k,nk,n>..n"`. `..` stands for any number of leading dims, aligned from the right as in
 broadcasting; a dim of size 1 that is broadcast lacks its letter. Lower-case letters may be split, upper-case ones may
@@ -15,8 +16,8 @@ not. Arguments are the op's tensor arguments in order, optional ones last. Each 
 under which the op is linear, so that a partial sum passes; it holds for that number of tensor arguments: `mul` has `P`
 for a tensor by a number and `P R|P` for a tensor by a tensor, `add` has `P P` but nothing for adding a number.
 
-Ops whose dims depend on other arguments (transpose, slice, cat, sum, ..) are in `structural_rules.py`; reshape and split,
-which map a shard of one dim to a shard inside another, in `dim_maps.py`.
+Ops whose dims depend on other arguments (transpose, slice, cat, sum, ..) are in `structural_rules.py`; reshape and
+split, which map a shard of one dim to a shard inside another, in `dim_maps.py`.
 """
 
 from __future__ import annotations

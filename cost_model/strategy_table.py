@@ -1,9 +1,9 @@
 """All strategies of every op of a graph over one mesh axis, from the rules.
 
-A strategy fixes the placement of each argument and of the result. Which strided shards (dim, left) are worth offering is
-found by a fixpoint: shards enter at weights, attention heads, the sequence and widened dims, and travel along letters and
-through reshape and split in both directions. That is how the layout of a fused q|k|v projection is found without a
-pattern: heads of q, k and v seen backwards through view and split are S(.., left=3) of the projection.
+A strategy fixes the placement of each argument and of the result. Which strided shards (dim, left) are worth offering
+is found by a fixpoint: shards enter at weights, attention heads, the sequence and widened dims, and travel along
+letters and through reshape and split in both directions. That is how the layout of a fused q|k|v projection is found
+without a pattern: heads of q, k and v seen backwards through view and split are S(.., left=3) of the projection.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def strategy_table(traced: TracedModel, tp: int, seq_len: int) -> StrategyTable:
     with what they can be; graph inputs are replicated over tp.
     """
     table: dict[fx.Node, tuple[Strategy, ...]] = {}
-    first_of_class: dict[str, tuple[list[fx.Node], StrategyTable]] = {}
+    first_of_class: dict[str, tuple[list[fx.Node], dict[fx.Node, tuple[Strategy, ...]]]] = {}
 
     def offer(node: fx.Node, options: tuple[Strategy, ...]) -> None:
         table[node] = tuple(dict.fromkeys((*table.get(node, ()), *options)))  # a tied weight has users in two segments
@@ -75,7 +75,9 @@ def tensor_arguments(node: fx.Node) -> list[fx.Node]:
 
 
 def _source_strategies(node: fx.Node, tp: int) -> tuple[Strategy, ...]:
-    sharded = [Strategy((), Shard(d)) for d in range(len(node.meta["shape"])) if _splits(node.meta["shape"], (d, 1), tp, {})]
+    sharded = [
+        Strategy((), Shard(d)) for d in range(len(node.meta["shape"])) if _splits(node.meta["shape"], (d, 1), tp, {})
+    ]
     return (Strategy((), R), *(sharded if node.op == "get_attr" else ()))
 
 
@@ -159,7 +161,9 @@ def _seeds(relations: Mapping[fx.Node, _Relation]) -> Shards:
                 if len(tensor.meta["shape"]) == heads + 3:
                     seeds.setdefault(tensor, set()).add((heads, 1))
         if op_name(node) == "expand":
-            seeds[node].update((x.output, 1) for x in relation.rule.letters if x.inputs == (None,) and x.output is not None)
+            seeds[node].update(
+                (x.output, 1) for x in relation.rule.letters if x.inputs == (None,) and x.output is not None
+            )
     return seeds
 
 
@@ -187,8 +191,8 @@ def _fixpoint(relations: Mapping[fx.Node, _Relation], seeds: Shards, splits: Spl
     while changed:
         changed = False
         for node, relation in relations.items():
-            for target, shard in _spread(node, relation, shards):
-                changed |= add(target, shard)
+            for target, implied in _spread(node, relation, shards):
+                changed |= add(target, implied)
     return shards
 
 
@@ -203,7 +207,7 @@ def _spread(node: fx.Node, relation: _Relation, shards: Shards) -> list[tuple[fx
     for letter in relation.rule.letters:
         places = _places(node, relation.tensors, letter)
         lefts = {left for tensor, dim in places for d, left in shards.get(tensor, ()) if d == dim}
-        found += [(tensor, (dim, left)) for tensor, dim in places for left in lefts]
+        found.extend((tensor, (dim, left)) for tensor, dim in places for left in lefts)
     return found
 
 
@@ -215,7 +219,7 @@ def _places(node: fx.Node, tensors: list[fx.Node], letter: Letter) -> list[tuple
 def _shape(node: fx.Node) -> Shape:
     """Shape of a tensor, or of the first of several equal ones (split)."""
     shape: Shape = node.meta["shape"]
-    return shape[0] if shape and isinstance(shape[0], tuple) else shape  # type: ignore[return-value]
+    return shape[0] if shape and isinstance(shape[0], tuple) else shape
 
 
 def _strategies(node: fx.Node, relation: _Relation, shards: Shards, splits: Splits) -> tuple[Strategy, ...]:

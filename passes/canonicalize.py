@@ -72,18 +72,18 @@ def _same_type(node: fx.Node, x: fx.Node) -> bool:
 def _slices_all(node: fx.Node, x: fx.Node) -> bool:
     start, step = (node.args[2] if len(node.args) > 2 else None), (node.args[4] if len(node.args) > 4 else 1)
     end = node.args[3] if len(node.args) > 3 else None
-    return start in (None, 0) and step == 1 and (end is None or (isinstance(end, int) and end >= 2**31))
+    return bool(start in (None, 0) and step == 1 and (end is None or (isinstance(end, int) and end >= 2**31)))
 
 
 def _drops_nothing(node: fx.Node, x: fx.Node) -> bool:
-    return node.args[1] == 0 or node.args[2] is False
+    return bool(node.args[1] == 0 or node.args[2] is False)
 
 
 def _neutral(value: float) -> Callable[[fx.Node, fx.Node], bool]:
     def test(node: fx.Node, x: fx.Node) -> bool:
         other = node.args[1]
         number = isinstance(other, int | float) and not isinstance(other, bool)
-        return number and other == value and not node.kwargs and _same_type(node, x)
+        return bool(number and other == value and not node.kwargs and _same_type(node, x))
 
     return test
 
@@ -101,6 +101,7 @@ _NO_OPS: dict[str, Callable[[fx.Node, fx.Node], bool]] = {
     "mul": _neutral(1),
     "lift_fresh": lambda node, x: True,
 }
+
 
 def _rename(node: fx.Node) -> None:
     """One name for ops that say the same. A local shard need not be viewable where the global tensor was; reshape is
@@ -120,7 +121,7 @@ def _sizes(node: fx.Node) -> list[int] | None:
 
 
 def _linear_from_addmm(graph: fx.Graph, node: fx.Node) -> None:
-    """`view(addmm(bias, view(x, [-1, k]), W), [..., n])` is `linear(x, W.t(), bias)` without flattening the sequence."""
+    """`view(addmm(b, view(x, [-1, k]), W), [..., n])` is `linear(x, W.t(), b)` without flattening the sequence."""
     if node.target is not aten.addmm.default or node.kwargs or len(node.users) != 1:
         return
     bias, flat, weight = node.args
@@ -133,7 +134,8 @@ def _linear_from_addmm(graph: fx.Graph, node: fx.Node) -> None:
         return
     if flat.meta["shape"][-1] != x.meta["shape"][-1]:
         return
-    assert isinstance(weight, fx.Node) and isinstance(bias, fx.Node)
+    assert isinstance(weight, fx.Node)
+    assert isinstance(bias, fx.Node)
     with graph.inserting_before(after):
         transposed = graph.call_function(aten.t.default, (weight,))
         transposed.meta = {**node.meta, "shape": tuple(reversed(weight.meta["shape"])), "dtype": weight.meta["dtype"]}

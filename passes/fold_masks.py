@@ -11,7 +11,6 @@ probe has to exceed every number the mask's ops mention (a sliding window of 409
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -54,7 +53,7 @@ def _set_mask(node: fx.Node, *, causal: bool) -> None:
 
 
 def _classify(graph_module: fx.GraphModule, mask: fx.Node, inputs: tuple[InputSpec, ...]) -> str:
-    """"causal", "open" (hides nothing) or "keep"."""
+    """ "causal", "open" (hides nothing) or "keep"."""
     order = _ancestors(mask)
     longest = _longest_literal(order)
     if order is None or longest is None or longest + 3 > _LONGEST_PROBE:
@@ -114,7 +113,7 @@ def _evaluate(
             if values[node].is_meta:
                 return None
         else:
-            assert isinstance(node.target, Callable)
+            assert callable(node.target)
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
             values[node] = node.target(*args, **kwargs)
     result = values[mask]

@@ -18,8 +18,9 @@ __all__ = ["functionalize"]
 
 # The result of these may share memory with their first argument, so that an in-place op on one shows in the other.
 _VIEWS = {
-    "view", "reshape", "slice", "select", "transpose", "permute", "t", "expand", "unsqueeze", "squeeze", "split", "chunk",
-    "getitem", "unflatten", "flatten", "detach", "contiguous", "to", "type_as", "alias", "unbind", "narrow", "view_as",
+    "view", "reshape", "slice", "select", "transpose", "permute", "t", "expand", "unsqueeze", "squeeze", "split",
+    "chunk", "getitem", "unflatten", "flatten", "detach", "contiguous", "to", "type_as", "alias", "unbind", "narrow",
+    "view_as",
 }  # fmt: skip
 
 
@@ -39,7 +40,8 @@ def _replace(graph: fx.Graph, node: fx.Node) -> None:
     name = op_name(node)
     packet = getattr(ops.aten, name[:-1], None)
     changed = node.args[0]
-    assert isinstance(node.target, _ops.OpOverload) and isinstance(changed, fx.Node)
+    assert isinstance(node.target, _ops.OpOverload)
+    assert isinstance(changed, fx.Node)
     if packet is None:
         raise _refusal(node, "has no out-of-place form")
     node.target = getattr(packet, node.target._overloadname)

@@ -1,7 +1,8 @@
 """Put a conversion wherever a tensor does not lie as its reader wants it.
 
 before    meta["placement"] and ["wants"] may differ along an edge
-after     they agree: a `convert(x, src, dst, group="tp")` node stands between. A parameter that is used R|P everywhere is
+after     they agree: a `convert(x, src, dst, group="tp")` node stands between. A parameter that is used R|P everywhere
+is
           marked `grad_partial` instead (its gradient is summed over tp once a step, not once a micro-batch)
 requires  shard_parameters
 ensures   every partial sum is reduced before an op that is not linear in it, and only once: readers that want the same
@@ -45,7 +46,7 @@ def insert_collectives(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 def _differs(source: fx.Node, wanted: Placement) -> bool:
     have = source.meta["placement"]
-    if have == wanted or source.meta.get("grad_partial") and wanted.kind == "R|P":
+    if have == wanted or (source.meta.get("grad_partial") and wanted.kind == "R|P"):
         return False
     return not (have.is_replicated and wanted.is_replicated and not source.meta["grad"])
 
@@ -71,7 +72,11 @@ def _convert_on_leaving(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _converted(
-    graph: fx.Graph, made: dict[tuple[fx.Node, Placement, int], fx.Node], source: fx.Node, wanted: Placement, user: fx.Node
+    graph: fx.Graph,
+    made: dict[tuple[fx.Node, Placement, int], fx.Node],
+    source: fx.Node,
+    wanted: Placement,
+    user: fx.Node,
 ) -> fx.Node:
     key = (source, wanted, user.meta["segment"])
     if key not in made:
@@ -84,7 +89,8 @@ def _converted(
 def _convert_node(graph: fx.Graph, source: fx.Node, wanted: Placement, segment: int) -> fx.Node:
     if isinstance(source.meta["shape"], tuple) and source.meta["shape"] and isinstance(source.meta["shape"][0], tuple):
         raise PassError(
-            "several tensors cannot be converted at once", where=f"insert_collectives: {source.meta.get('key', source.name)}"
+            "several tensors cannot be converted at once",
+            where=f"insert_collectives: {source.meta.get('key', source.name)}",
         )
     have = source.meta["placement"]
     node = graph.call_function(convert, (source, str(have), str(wanted)), {"group": "tp"})

@@ -28,6 +28,8 @@ def _check_edges(node: fx.Node, after: str) -> None:
             continue
         have = source.meta["placement"]
         grad = source.meta["grad"]
-        if have == wanted or (have.is_replicated and wanted.is_replicated and (not grad or source.meta.get("grad_partial"))):
+        if have == wanted or (
+            have.is_replicated and wanted.is_replicated and (not grad or source.meta.get("grad_partial"))
+        ):
             continue
         raise PassError(f"reads {source.name} as {wanted}, it lies as {have}", where=f"{after}: {node.meta['key']}")

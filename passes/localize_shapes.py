@@ -72,7 +72,8 @@ def _divide_split(graph: fx.Graph, node: fx.Node, tp: int) -> None:
 def _globalize_size(graph: fx.Graph, node: fx.Node, tp: int) -> None:
     """A size read off a sharded tensor is local; the model means the whole one."""
     source, dim = node.args[0], node.args[1]
-    assert isinstance(source, fx.Node) and isinstance(dim, int)
+    assert isinstance(source, fx.Node)
+    assert isinstance(dim, int)
     placement = source.meta.get("placement")
     if placement is None or not placement.is_shard or placement.dim != dim:
         return

@@ -55,7 +55,12 @@ def _outline(graph_module: fx.GraphModule, segment: Segment, name: str) -> None:
     graph_module.add_submodule(name, fx.GraphModule(tensors, block, "Block"))
     with graph.inserting_after(inside[-1]):
         call = graph.call_module(name, tuple(inputs))
-    call.meta = {"segment": segment.index, "path": segment.path, "shape": None, "grad": any(o.meta["grad"] for o in outputs)}
+    call.meta = {
+        "segment": segment.index,
+        "path": segment.path,
+        "shape": None,
+        "grad": any(o.meta["grad"] for o in outputs),
+    }
     _replace_outputs(graph, call, outputs, members)
     for node in reversed(inside):
         graph.erase_node(node)

@@ -1,7 +1,8 @@
 """The passes in order: a traced model and a plan in, the stages that run out.
 
-    prepare (canonicalize, fold_masks)            once, before the search
-    sum_loss > shard_parameters > insert_collectives > localize_shapes > outline_blocks > checkpoint_blocks > split_stages
+prepare (canonicalize, fold_masks)            once, before the search
+sum_loss > shard_parameters > insert_collectives > localize_shapes > outline_blocks > checkpoint_blocks >
+split_stages
 """
 
 from __future__ import annotations

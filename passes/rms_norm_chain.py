@@ -36,7 +36,9 @@ def _fuse(graph: fx.Graph, rsqrt: fx.Node) -> None:
     last, weight, unit_offset = scaled
     compute_dtype = wide.meta["dtype"] if wide.meta["dtype"] != x.meta["dtype"] else None
     with graph.inserting_before(last):
-        node = graph.call_function(rms_norm, (x, weight, eps), {"compute_dtype": compute_dtype, "unit_offset": unit_offset})
+        node = graph.call_function(
+            rms_norm, (x, weight, eps), {"compute_dtype": compute_dtype, "unit_offset": unit_offset}
+        )
     node.meta = {**last.meta}
     last.replace_all_uses_with(node)
 

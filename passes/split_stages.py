@@ -24,7 +24,9 @@ from autopar.runtime.stage import CheckpointedBlock
 __all__ = ["split_stages", "stage_of_segments"]
 
 
-def split_stages(graph_module: fx.GraphModule, traced: TracedModel, plan: Plan, outputs: tuple[str, ...]) -> tuple[StageGraph, ...]:
+def split_stages(
+    graph_module: fx.GraphModule, traced: TracedModel, plan: Plan, outputs: tuple[str, ...]
+) -> tuple[StageGraph, ...]:
     """The stages of `graph_module`, first to last. `outputs` names what the last one returns."""
     stage_of = stage_of_segments(traced.segments, plan)
     count = len(plan.stages)
@@ -48,11 +50,12 @@ def stage_of_segments(segments: Sequence[Segment], plan: Plan) -> list[int]:
     if listed != layers:
         missing = [p for p in layers if p not in listed]
         unknown = [p for p in listed if p not in layers]
-        what = f"not listed: {', '.join(missing)}" if missing else f"no such layer: {', '.join(unknown)}" if unknown else "order differs"
+        what = f"not listed: {', '.join(missing)}" if missing else "order differs"
+        what = f"no such layer: {', '.join(unknown)}" if unknown else what
         raise PlanMismatchError(
             f"the stages do not cut this model's {len(layers)} layers ({what})",
             where="stages",
-            try_=f"name each layer once, in order: {layers[0] if layers else 'none'} .. {layers[-1] if layers else 'none'}",
+            try_=f"name each layer once, in order: {' .. '.join(dict.fromkeys(layers[:1] + layers[-1:])) or 'none'}",
         )
     stage_of_layer = {path: i for i, stage in enumerate(plan.layer_paths()) for path in stage}
     result, following = [], len(plan.stages) - 1
@@ -78,16 +81,14 @@ def _input_only(graph: fx.Graph) -> set[fx.Node]:
     """Nodes computed from model inputs and buffers alone, without gradient: cheaper to repeat than to send."""
     free: set[fx.Node] = set()
     for node in graph.nodes:
-        if node.op == "placeholder" or (node.op == "get_attr" and not node.meta["grad"]):
-            free.add(node)
-        elif node.op == "call_function" and not node.meta["grad"] and all(s in free for s in node.all_input_nodes):
+        # get_attr and placeholder nodes have no inputs
+        may_repeat = node.op in ("placeholder", "get_attr", "call_function") and not node.meta["grad"]
+        if may_repeat and all(s in free for s in node.all_input_nodes):
             free.add(node)
     return free
 
 
-def _require(
-    node: fx.Node, stage: int, home: Mapping[fx.Node, int], free: set[fx.Node], needs: list[_Needs]
-) -> None:
+def _require(node: fx.Node, stage: int, home: Mapping[fx.Node, int], free: set[fx.Node], needs: list[_Needs]) -> None:
     """`node` runs on `stage`; get its arguments there."""
     needs[stage].runs.add(node)
     for source in node.all_input_nodes:
@@ -106,7 +107,9 @@ def _receive(source: fx.Node, stage: int, home: Mapping[fx.Node, int], free: set
     made = home[source]
     if made > stage:
         raise PassError(
-            f"stage {stage} reads a tensor made on stage {made}", where=f"split_stages: {source.name}", try_="another cut"
+            f"stage {stage} reads a tensor made on stage {made}",
+            where=f"split_stages: {source.name}",
+            try_="another cut",
         )
     if made < stage:
         _check_boundary(source)
@@ -118,13 +121,16 @@ def _receive(source: fx.Node, stage: int, home: Mapping[fx.Node, int], free: set
 def _check_boundary(source: fx.Node) -> None:
     placement = source.meta.get("placement")
     if placement is not None and source.meta["grad"] and not (placement == REPLICATE or placement.is_shard):
-        raise PassError(
-            f"a tensor that crosses stages has placement {placement}", where=f"split_stages: {source.name}"
-        )
+        raise PassError(f"a tensor that crosses stages has placement {placement}", where=f"split_stages: {source.name}")
 
 
 def _build(
-    graph_module: fx.GraphModule, traced: TracedModel, stage: int, needs: list[_Needs], outputs: tuple[str, ...], result: fx.Node
+    graph_module: fx.GraphModule,
+    traced: TracedModel,
+    stage: int,
+    needs: list[_Needs],
+    outputs: tuple[str, ...],
+    result: fx.Node,
 ) -> StageGraph:
     need, last = needs[stage], stage == len(needs) - 1
     graph = fx.Graph()

@@ -1,8 +1,8 @@
 """Turn the model's mean loss into (sum over tokens, number of tokens), which are the same however a batch is cut.
 
-before    the loss output is cross_entropy_loss(reduction=mean) over non-ignored targets, or another mean, perhaps scaled
-after     the graph returns `loss_sum` of shape [1]; `token_count` builds the graph of the count from the inputs alone
-requires  canonicalize
+before    the loss output is cross_entropy_loss(reduction=mean) over non-ignored targets, or another mean, perhaps
+scaled after     the graph returns `loss_sum` of shape [1]; `token_count` builds the graph of the count from the inputs
+alone requires  canonicalize
 ensures   sum of loss_sum over all micro-batches and replicas / sum of counts = the model's loss on the whole batch
 """
 
@@ -94,7 +94,8 @@ def _loss_node(graph: fx.Graph, traced: TracedModel) -> fx.Node:
 
 
 def _output(graph: fx.Graph) -> fx.Node:
-    return next(n for n in reversed(graph.nodes) if n.op == "output")
+    output: fx.Node = next(n for n in reversed(graph.nodes) if n.op == "output")
+    return output
 
 
 def _term(loss: fx.Node) -> _Term:

@@ -202,7 +202,8 @@ class _Branch(_Linear):
 
 
 def test_control_flow_on_values_names_the_module_and_line() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"blocks\.1: .*depends on tensor values.*test_trace\.py:\d+") as caught:
+    message = r"blocks\.1: .*depends on tensor values.*test_trace\.py:\d+"
+    with pytest.raises(UnsupportedModelError, match=message) as caught:
         trace(Branching(), {"x": torch.zeros(4, 4)})
     assert "torch.where" in caught.value.try_
 

@@ -39,7 +39,8 @@ def _names() -> tuple[list[str], list[str], list[str]]:
     model, batch = llama()
     pm = build(model, prepare(trace(model, batch)), FOUR_ON_THREE)
     whole = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    return [n for n, _ in pm.named_parameters()], sorted(pm.state_dict()), sorted(n for n in model.state_dict() if n in whole)
+    original = sorted(n for n in model.state_dict() if n in whole)
+    return [n for n, _ in pm.named_parameters()], sorted(pm.state_dict()), original
 
 
 def test_ppp_01_gathered_names_are_the_models() -> None:

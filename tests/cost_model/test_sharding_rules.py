@@ -26,7 +26,9 @@ BATCH, SEQ, RANKS = 2, 8, 2
 
 
 def _concrete(size: Any) -> int:
-    return size if isinstance(size, int) else int(size.subs({s: {"batch": BATCH, "seq": SEQ}[s.name] for s in size.free_symbols}))
+    if isinstance(size, int):
+        return size
+    return int(size.subs({s: {"batch": BATCH, "seq": SEQ}[s.name] for s in size.free_symbols}))
 
 
 def _op_graph(node: fx.Node, strategy: Strategy | None) -> fx.GraphModule:
@@ -73,8 +75,8 @@ def _gradient_kind(placement: Placement) -> Placement:
 
 def _limit(node: fx.Node) -> float:
     """Some models cast to fp32 inside an op, or cast a sum that is then partial."""
-    dtypes = {node.meta["dtype"], *(t.meta["dtype"] for t in tensor_arguments(node)), *(a for a in (*node.args, *node.kwargs.values()) if isinstance(a, torch.dtype))}
-    return 1e-5 if torch.float32 in dtypes else 1e-12
+    arguments = [*node.args, *node.kwargs.values(), *(t.meta["dtype"] for t in (node, *tensor_arguments(node)))]
+    return 1e-5 if any(a is torch.float32 for a in arguments) else 1e-12
 
 
 def _same(parts: list[Tensor], placement: Placement, whole: Tensor, limit: float) -> None:
@@ -134,7 +136,8 @@ def test_every_strategy_computes_the_op(family: str) -> None:
             if node not in table or not tensor_arguments(node) or node.target is operator.getitem:
                 continue
             shapes = [t.meta["shape"] for t in tensor_arguments(node)]
-            signature = f"{op_name(node)} {shapes} {node.meta['shape']} {[a for a in node.args if not isinstance(a, fx.Node)]}"
+            constants = [a for a in node.args if not isinstance(a, fx.Node)]
+            signature = f"{op_name(node)} {shapes} {node.meta['shape']} {constants}"
             if signature in checked:
                 continue
             checked.add(signature)
@@ -206,5 +209,3 @@ def _partials(op: str, arguments: int) -> tuple[tuple[Placement, ...], ...]:
     rule = parse_rule(RULES[op], [(2, 4)] * arguments, (2, 4))
     assert rule is not None
     return rule.partial
-
-

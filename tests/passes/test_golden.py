@@ -158,4 +158,4 @@ def test_plan_that_does_not_fit_is_refused(change: dict[str, object], message: s
 def test_each_pass_can_show_its_diff() -> None:
     shown: list[str] = []
     apply(small_traced(), small_plan(), show=shown.append)
-    assert any('+%convert [batch, seq, 8] R = convert(%vocab_parallel_embedding, P, R, group=tp)' in s for s in shown)
+    assert any("+%convert [batch, seq, 8] R = convert(%vocab_parallel_embedding, P, R, group=tp)" in s for s in shown)
