@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from autopar.errors import AutoparError
@@ -213,7 +212,10 @@ class ParallelModule(nn.Module):
     def _partial_sums(self) -> list[GroupSum]:
         group = self.world.group("tp")
         partial = [self._state.parameters[name] for name, shard in self._state.shards.items() if shard.grad_partial]
-        return [GroupSum(tuple(partial), group)] if group is not None and partial else []
+        if group is None or not partial:
+            return []
+        ranks = [self.world.global_rank("tp", i) for i in range(group.size())]
+        return [GroupSum(tuple(partial), group, tuple(ranks))]
 
     def _tied_sums(self) -> list[GroupSum]:
         """One sum over the stages that share a parameter, per set of stages."""
@@ -222,12 +224,13 @@ class ParallelModule(nn.Module):
             holders = self._state.holders(name)
             if len(holders) > 1 and parameter.requires_grad:
                 shared.setdefault(tuple(holders), []).append(parameter)
-        sums = []
-        for stages, parameters in sorted(shared.items()):
-            ranks = [self.world.global_rank("pp", stage) for stage in stages]
-            group = dist.new_group(ranks, use_local_synchronization=True)
-            sums.append(GroupSum(tuple(parameters), group))
-        return sums
+        group = self.world.group("pp")
+        if group is None:
+            return []
+        return [
+            GroupSum(tuple(parameters), group, tuple(self.world.global_rank("pp", stage) for stage in stages))
+            for stages, parameters in sorted(shared.items())
+        ]
 
     def _new_pipeline(self) -> PipelineRunner | None:
         group = self.world.group("pp")

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import pickle
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -102,7 +103,16 @@ def _collect(readers: list[Connection], deadline: float, timeout_s: float) -> li
     return [results[rank] for rank in range(len(readers))]
 
 
+def _end_with_parent() -> None:
+    """Leave no rank behind when the caller is killed; it would wait for its peers until the time-out."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+
 def _rank_main(rank: int, n: int, store: str, payload: bytes, writer: Connection, timeout_s: float) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // n))
     try:
         fn, args = pickle.loads(payload)

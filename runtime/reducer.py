@@ -21,10 +21,14 @@ __all__ = ["GradientReducer", "GroupSum", "sum_gradients"]
 
 @dataclass(frozen=True)
 class GroupSum:
-    """Parameters whose gradients are summands over `group` after backward; None gradients count as zero."""
+    """Parameters whose gradients are summands over `ranks` (global ranks) after backward; None gradients count as zero.
+
+    `ranks` are all of `group`, or those of its members that hold the parameters.
+    """
 
     parameters: tuple[nn.Parameter, ...]
     group: dist.ProcessGroup
+    ranks: tuple[int, ...]
 
 
 @dataclass
@@ -121,7 +125,7 @@ class GradientReducer:
         self._sent = []
         self._silent = {p for p in self._bucket_of if p.grad is None}
         for group_sum in self._sums:
-            sum_gradients(group_sum.parameters, group_sum.group)
+            sum_gradients(group_sum)
         for p, earlier in self._earlier.items():
             p.grad = earlier if p.grad is None else earlier.add_(p.grad)
         self._earlier = {}
@@ -156,16 +160,35 @@ class _BackwardMarker(torch.autograd.Function):
         return grad, None
 
 
-def sum_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Replace each gradient by its sum over `group`, one collective per dtype; every rank ends with the same bits."""
-    members = [p for p in parameters if p.requires_grad]
+def sum_gradients(group_sum: GroupSum) -> None:
+    """Replace each gradient by its sum over the ranks, once per dtype; every rank ends with the same bits."""
+    members = [p for p in group_sum.parameters if p.requires_grad]
     for p in members:
         if p.grad is None:
             p.grad = torch.zeros_like(p)
     for bucket in _buckets(members, 2**62):
         flat = torch.cat([p.grad.flatten() for p in bucket if p.grad is not None])
-        dist.all_reduce(flat, group=group)
+        if len(group_sum.ranks) == group_sum.group.size():
+            dist.all_reduce(flat, group=group_sum.group)
+        else:
+            flat = _exchange(flat, group_sum)
         _scatter(flat, bucket)
+
+
+def _exchange(mine: Tensor, group_sum: GroupSum) -> Tensor:
+    """Sum over some ranks of a group, each sending to each: for the usual two no more bytes than an all-reduce, and no
+    process group of its own (thousands of them, one per set of stages and tp x dp position, on a large mesh)."""
+    rank, group = dist.get_rank(), group_sum.group
+    parts = {peer: mine if peer == rank else torch.empty_like(mine) for peer in group_sum.ranks}
+    others = [peer for peer in group_sum.ranks if peer != rank]
+    operations = [dist.P2POp(dist.isend, mine, peer, group) for peer in others]
+    operations += [dist.P2POp(dist.irecv, parts[peer], peer, group) for peer in others]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    total = torch.zeros_like(mine)
+    for part in parts.values():  # in the order of `ranks` everywhere: the same bits on each
+        total += part
+    return total
 
 
 def _scatter(flat: Tensor, members: Sequence[nn.Parameter]) -> None:

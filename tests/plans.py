@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from autopar.mesh import Degrees
 from autopar.plan import Plan
 
@@ -63,7 +65,7 @@ def megatron(
         global_batch=8,
         seq_len=16,
         micro_batch=micro_batch,
-        stages=tuple(tuple(f"{path}.{i}" for i in range(a, b)) for a, b in zip(cuts, cuts[1:], strict=False)),
+        stages=tuple(tuple(f"{path}.{i}" for i in range(a, b)) for a, b in itertools.pairwise(cuts)),
         schedule=schedule,
         sequence_sharding=sequence_sharding and degrees.tp > 1,
         parameters=parameters if degrees.tp > 1 else {},

@@ -39,7 +39,7 @@ def test_every_mesh_trains_as_one_process(model: str, ranks: int) -> None:
         for degrees in meshes(ranks)
         for checkpoint in (False, True)
     ]
-    results = verify_plans(FACTORIES[model], wanted, timeout_s=280)
+    results = verify_plans(FACTORIES[model], wanted, timeout_s=200)
     failed = [result.text() for result in results if not result.passed]
     assert not failed, "\n\n".join(failed)
     assert len(results) == {2: 6, 4: 12, 8: 14}[ranks]
