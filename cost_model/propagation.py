@@ -68,19 +68,16 @@ def propagate(traced: TracedModel, plan: Plan, table: StrategyTable | None = Non
             result.strategy[node] = chosen
             result.placement[node] = chosen.output
             if any(u.op == "call_function" and u.meta["segment"] != node.meta["segment"] for u in node.users):
-                result.leaving[node] = border_placement(node, chosen.output, plan)
+                result.leaving[node] = border_placement(node, plan)
     return result
 
 
-def border_placement(node: fx.Node, output: Placement, plan: Plan) -> Placement:
-    """How a tensor that leaves its segment lies there: no partial sums, the residual stream as the plan says."""
+def border_placement(node: fx.Node, plan: Plan) -> Placement:
+    """How a tensor that leaves its segment lies there: the residual stream [batch, seq, hidden] as the plan says, the
+    rest replicated."""
     shape = node.meta["shape"]
-    if not node.meta["grad"]:
-        return REPLICATE if output.is_partial else output
-    stream = len(shape) == 3 and str(shape[1]) == "seq" and plan.seq_len % plan.degrees.tp == 0
-    if plan.sequence_sharding and stream and not output.is_shard:
-        return Shard(1)
-    return REPLICATE if output.is_partial else output
+    stream = node.meta["grad"] and len(shape) == 3 and str(shape[1]) == "seq"
+    return Shard(1) if stream and plan.sequence_sharding and plan.seq_len % plan.degrees.tp == 0 else REPLICATE
 
 
 def conversion_bytes(
