@@ -7,7 +7,7 @@ reduced) is a storage of its own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import sympy
@@ -21,10 +21,13 @@ from autopar.placement import Placement
 __all__ = ["KeptTensor", "kept_tensors", "local_bytes"]
 
 _KEEP_INPUT = frozenset(
-    "pow silu gelu relu6 cos sin log abs square softplus elu leaky_relu hardtanh clamp masked_fill_self".split()
+    {"pow", "silu", "gelu", "relu6", "cos", "sin", "log", "abs", "square", "softplus", "elu", "leaky_relu", "hardtanh",
+     "clamp"}
+)  # fmt: skip
+_KEEP_OUTPUT = frozenset(
+    {"rsqrt", "sqrt", "tanh", "exp", "sigmoid", "relu", "softmax", "_softmax", "log_softmax", "reciprocal"}
 )
-_KEEP_OUTPUT = frozenset("rsqrt sqrt tanh exp sigmoid relu softmax _softmax log_softmax reciprocal".split())
-_KEEP_OTHER = frozenset({"mul", "div"})
+_KEEP_OTHER = MATMULS | {"mul", "div"}
 
 
 @dataclass(frozen=True)
@@ -48,43 +51,50 @@ def kept_tensors(nodes: list[fx.Node], sizes: ElementSizes) -> list[KeptTensor]:
 
 
 def _kept(node: fx.Node, sizes: ElementSizes) -> list[KeptTensor]:
-    name, inputs = op_name(node), list(node.all_input_nodes)
+    name = op_name(node)
     if is_view(node):
         return []
-    if name in MATMULS or name in _KEEP_OTHER:
-        operands = [n for n in inputs if n.meta.get("dtype") is not None]
-        bias = operands[0] if name in ("addmm", "baddbmm") else operands[2] if len(operands) > 2 else None
-        pair = [n for n in operands if n is not bias]
-        if len(pair) == 1:  # x * x, or a scalar operand: mul by a number keeps nothing
-            return [_input(node, pair[0], sizes)] if _repeated(node, pair[0]) else []
-        a, b = pair[:2]
-        kept = [_input(node, a, sizes)] if b.meta.get("grad") else []
-        return kept + ([_input(node, b, sizes)] if a.meta.get("grad") else [])
-    if name in ATTENTION:
-        return _attention(node, sizes)
-    if name == "rms_norm":
-        return _rms_norm(node, sizes)
-    if name in ("layer_norm", "native_layer_norm"):
-        rows = _rows(inputs[0])
-        return [_input(node, inputs[0], sizes), _own(node, 2 * rows, 4 if sizes.activation.itemsize < 4 else
-                                                     sizes.activation.itemsize, "statistics")]  # fmt: skip
-    if name == "embedding":
-        indices = next(n for n in inputs if n.meta["dtype"] in (torch.int64, torch.int32))
-        return [_input(node, indices, sizes)]
-    if "cross_entropy" in name:
-        return _cross_entropy(node, sizes)
-    if name == "dropout":
-        chance = node.args[1] if len(node.args) > 1 else 0.0
-        return [_own(node, numel(node.meta["shape"]), 1, "mask")] if chance else []
-    if name == "where":
-        return [_input(node, inputs[0], sizes)]
-    if name == "masked_fill":
-        return [_input(node, inputs[1], sizes)] if len(inputs) > 1 else []
+    if name in _KEEP_OTHER:
+        return _other_operands(node, sizes)
     if name in _KEEP_INPUT:
-        return [_input(node, inputs[0], sizes)]
+        return [_input(node, node.all_input_nodes[0], sizes)]
     if name in _KEEP_OUTPUT:
         return [_own(node, numel(node.meta["shape"]), sizes.of(node.meta["dtype"]), "")]
-    return []
+    rule = _RULES.get(name)
+    return rule(node, sizes) if rule is not None else []
+
+
+def _other_operands(node: fx.Node, sizes: ElementSizes) -> list[KeptTensor]:
+    """Each factor of a product if the other needs grad; a bias is no factor, and a number keeps nothing."""
+    name = op_name(node)
+    operands = [n for n in node.all_input_nodes if n.meta.get("dtype") is not None]
+    bias = operands[0] if name in ("addmm", "baddbmm") else operands[2] if len(operands) > 2 else None
+    pair = [n for n in operands if n is not bias]
+    if len(pair) == 1:
+        return [_input(node, pair[0], sizes)] if _repeated(node, pair[0]) else []
+    a, b = pair[:2]
+    kept = [_input(node, a, sizes)] if b.meta.get("grad") else []
+    return kept + ([_input(node, b, sizes)] if a.meta.get("grad") else [])
+
+
+def _layer_norm(node: fx.Node, sizes: ElementSizes) -> list[KeptTensor]:
+    x = node.all_input_nodes[0]
+    return [_input(node, x, sizes), _own(node, 2 * _rows(x), max(4, sizes.activation.itemsize), "mean, rstd")]
+
+
+def _embedding(node: fx.Node, sizes: ElementSizes) -> list[KeptTensor]:
+    indices = next(n for n in node.all_input_nodes if n.meta["dtype"] in (torch.int64, torch.int32))
+    return [_input(node, indices, sizes)]
+
+
+def _dropout(node: fx.Node, sizes: ElementSizes) -> list[KeptTensor]:
+    chance = node.args[1] if len(node.args) > 1 else 0.0
+    return [_own(node, numel(node.meta["shape"]), 1, "mask")] if chance else []
+
+
+def _mask(node: fx.Node, sizes: ElementSizes) -> list[KeptTensor]:
+    slot = 1 if op_name(node) == "masked_fill" else 0
+    return [_input(node, node.all_input_nodes[slot], sizes)] if len(node.all_input_nodes) > slot else []
 
 
 def _input(node: fx.Node, source: fx.Node, sizes: ElementSizes) -> KeptTensor:
@@ -135,6 +145,20 @@ def _cross_entropy(node: fx.Node, sizes: ElementSizes) -> list[KeptTensor]:
     logits, target = node.all_input_nodes[:2]
     wide = max(4, sizes.of(logits.meta["dtype"]))
     return [_own(node, numel(logits.meta["shape"]), wide, "log_probs"), _input(node, target, sizes)]
+
+
+_RULES: Mapping[str, Callable[[fx.Node, ElementSizes], list[KeptTensor]]] = {
+    **dict.fromkeys(ATTENTION, _attention),
+    "rms_norm": _rms_norm,
+    "layer_norm": _layer_norm,
+    "native_layer_norm": _layer_norm,
+    "embedding": _embedding,
+    "cross_entropy_loss": _cross_entropy,
+    "cross_entropy_sum": _cross_entropy,
+    "dropout": _dropout,
+    "where": _mask,
+    "masked_fill": _mask,
+}
 
 
 def local_bytes(

@@ -17,8 +17,8 @@ Constraints
     (3) sum_a z[e,a,b] = sum_{k of c: slot asks b} x[c,k]         for every edge and b    add_edges_enter_consumers
     (4) w[u,a,b] >= z[e,a,b]                                      for every edge of u     add_shared_conversions
 
-(2) and (3) are the tight edge form: the relaxation is nearly integral, unlike z >= x + x' - 1. (4) without sharing would
-price the gather before q, k and v three times. Both border placements of the residual stream are solved as two
+(2) and (3) are the tight edge form: the relaxation is nearly integral, unlike z >= x + x' - 1. Without (4) the gather
+before q, k and v would be priced three times. Both border placements of the residual stream are solved as two
 problems. The answer is priced again outside the solver by `layout_cost`.
 """
 

@@ -6,8 +6,8 @@ Two folds, repeated until neither applies; both keep the optimum, and `expand` g
   consumer, which then asks the node's source for what the node wants
 - chain: a node with one source whose only consumer it is (linear -> view -> transpose) is folded with it into one node
 
-Of the pairs with the same inputs and the same output the cheapest stays; a choice that another with the same inputs beats
-for every set of placements its consumers can ask for is dropped.
+Of the pairs with the same inputs and the same output the cheapest stays; a choice that another with the same inputs
+beats for every set of placements its consumers can ask for is dropped.
 
 Nodes read by several consumers are left alone: their conversions are shared, which only the ILP can decide.
 """
@@ -88,7 +88,8 @@ def _drop_dominated(problem: BlockProblem, nodes: dict[int, _Node], u: int) -> N
     by_inputs: dict[tuple[Placement | None, ...], list[_Row]] = {}
     for row in sorted(node.rows, key=lambda row: row.cost_us):
         same = by_inputs.setdefault(row.inputs, [])
-        if not any(other.cost_us + _excess_us(prices[other.output], prices[row.output]) <= row.cost_us for other in same):
+        own = prices[row.output]
+        if not any(other.cost_us + _excess_us(prices[other.output], own) <= row.cost_us for other in same):
             same.append(row)
     node.rows = [row for same in by_inputs.values() for row in same]
 

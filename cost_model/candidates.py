@@ -46,6 +46,12 @@ def divisors(n: int) -> list[int]:
 
 def check_pins(pins: Pins, num_devices: int, global_batch: int, seq_len: int) -> None:
     """Refuse what this release does not execute, and what cannot be whatever the rest. Raises SpecError by name."""
+    _check_built(pins)
+    _check_degrees(pins, num_devices)
+    _check_sizes(pins, global_batch, seq_len)
+
+
+def _check_built(pins: Pins) -> None:
     if pins.cp is not None and pins.cp != 1:
         raise SpecError(f"cp={pins.cp} is priced but not executed yet", where="pin cp", try_="cp=1")
     if pins.zero not in (None, 0):
@@ -54,6 +60,9 @@ def check_pins(pins: Pins, num_devices: int, global_batch: int, seq_len: int) ->
         raise SpecError(f"schedule={pins.schedule} is not built yet", where="pin schedule", try_="1f1b or gpipe")
     if pins.checkpoint not in (None, "none", "full"):
         raise SpecError(f"checkpoint={pins.checkpoint} is not built yet", where="pin checkpoint", try_="none or full")
+
+
+def _check_degrees(pins: Pins, num_devices: int) -> None:
     for axis in ("dp", "tp", "pp"):
         size = getattr(pins, axis)
         if size is not None and num_devices % size:
@@ -68,6 +77,9 @@ def check_pins(pins: Pins, num_devices: int, global_batch: int, seq_len: int) ->
             f"pinned degrees multiply to {product}, the cluster has {num_devices} devices", where="pins",
             try_="degrees whose product is the number of devices",
         )  # fmt: skip
+
+
+def _check_sizes(pins: Pins, global_batch: int, seq_len: int) -> None:
     if pins.sp and pins.tp and pins.tp > 1 and seq_len % pins.tp:
         raise SpecError(f"seq_len {seq_len} does not divide by tp={pins.tp}", where="pin sp", try_="sp=false")
     if pins.sp and pins.tp == 1:
@@ -135,9 +147,7 @@ def _settings(degrees: Degrees, global_batch: int, seq_len: int, pins: Pins) -> 
     return result
 
 
-def _nothing_left(
-    num_devices: int, global_batch: int, num_layers: int, legal_tp: list[int], pins: Pins
-) -> tuple[str]:
+def _nothing_left(num_devices: int, global_batch: int, num_layers: int, legal_tp: list[int], pins: Pins) -> tuple[str]:
     pinned = ", ".join(f"{k}={v}" for k in ("dp", "tp", "pp", "sp", "microbatch", "schedule")
                        if (v := getattr(pins, k)) is not None)  # fmt: skip
     batch = f"dp and micro-batch have to divide the global batch {global_batch}"

@@ -51,7 +51,7 @@ class GroupCost:
             return False
         share = fewer.size / self.size
         kinds = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-        sizes = (0.0, 1e3, 1e6, 1e9, 1e12)  # affine in between, but for the all-reduce, which is a minimum of affine ones
+        sizes = (0.0, 1e3, 1e6, 1e9, 1e12)  # affine in between (an all-reduce: a minimum of affine)
         return all(self.seconds(k, n) >= share * fewer.seconds(k, n) for k in kinds for n in sizes)
 
     def _all_reduce(self, whole_bytes: float) -> float:

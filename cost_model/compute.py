@@ -4,8 +4,9 @@ Formulas are sympy expressions in (batch, seq), gathered per distinct layer clas
 follow from the strategy: a sharded tensor holds 1/tp of its elements, and an op with any sharded operand does 1/tp of
 its flops (every strategy shards one letter of the op, or none).
 
-Fusion assumption: under `[stack] elementwise = "eager"` every op is a kernel of its own that reads its inputs and writes
-its output. Under any other value (compiled, fused, transformer-engine) elementwise traffic is FUSED_TRAFFIC of that.
+Fusion assumption: under `[stack] elementwise = "eager"` every op is a kernel of its own that reads its inputs and
+writes its output. Under any other value (compiled, fused, transformer-engine) elementwise traffic is FUSED_TRAFFIC of
+that.
 """
 
 from __future__ import annotations
@@ -115,9 +116,7 @@ class ComputePrices:
     def __init__(self, nodes: Sequence[fx.Node], sizes: ElementSizes, batch: sympy.Symbol, seq: sympy.Symbol) -> None:
         self.nodes = tuple(nodes)
         self.costs = tuple(op_cost(node, sizes) for node in nodes)
-        rows = [
-            [c.forward_flops, c.backward_flops, c.useful_flops, c.output_bytes, *c.input_bytes] for c in self.costs
-        ]
+        rows = [[c.forward_flops, c.backward_flops, c.useful_flops, c.output_bytes, *c.input_bytes] for c in self.costs]
         distinct = list(dict.fromkeys(e for row in rows for e in row))
         position = {expression: i for i, expression in enumerate(distinct)}
         self._rows = [[position[e] for e in row] for row in rows]

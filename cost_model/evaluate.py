@@ -17,7 +17,7 @@ from autopar.cost_model.stage_table import LayerClass, LayerMode, PipelineProble
 from autopar.mesh import Degrees
 from autopar.specs import ClusterSpec
 
-__all__ = ["Evaluation", "Evaluator", "TIME_PARTS"]
+__all__ = ["TIME_PARTS", "Evaluation", "Evaluator"]
 
 TIME_PARTS = (
     "forward", "backward", "recompute", "tp_communication", "cp_communication", "dp_communication",
@@ -75,8 +75,8 @@ class Evaluator:
         return _Pricing(self, setting).evaluate()
 
     def bound(self, setting: Setting) -> float:
-        """Lower bound of the step in seconds with exact block prices: stages of equal time, nothing recomputed that need
-        not be, no tail."""
+        """Lower bound of the step in seconds with exact block prices: stages of equal time, nothing recomputed that
+        need not be, no tail."""
         return _step_bound(setting, _Pricing(self, setting).whole_s())
 
     def rough_bound(self, setting: Setting, floor_s: float) -> float:
@@ -84,15 +84,17 @@ class Evaluator:
         lift the bound above `floor_s`, the largest micro-batch of the same tp is priced for it.
 
         Every price is a sum of maxima of affine functions of the micro-batch with non-negative constants, so the price
-        per sequence never rises with it; and a layout over tp ranks is one over fewer, where an op takes at most so much
-        longer as there are fewer ranks, and so does a collective if `GroupCost.scales_from` says so.
+        per sequence never rises with it; and a layout over tp ranks is one over fewer, where an op takes at most so
+        much longer as there are fewer ranks, and so does a collective if `GroupCost.scales_from` says so.
         """
         d, size, sharding = setting.degrees, setting.micro_batch, setting.sequence_sharding
         group = group_cost(self.cluster, d, "tp")
         best = 0.0
         for tp in self.micro_batches:
-            smaller = replace(d, tp=tp, dp=d.dp * d.tp // tp) if d.tp % tp == 0 else None
-            if smaller is None or (tp != d.tp and (tp == 1 or not group.scales_from(group_cost(self.cluster, smaller, "tp")))):
+            if d.tp % tp:
+                continue
+            smaller = replace(d, tp=tp, dp=d.dp * d.tp // tp)
+            if tp != d.tp and not group.scales_from(group_cost(self.cluster, smaller, "tp")):
                 continue
             for priced in self.prices.priced_sizes(tp, sharding):
                 if priced >= size:
@@ -185,7 +187,7 @@ class _Pricing:
 
     def _glue(self, stage: int) -> list[tuple[LayoutPrice, Mapping[str, float]]]:
         """Prologue with the first stage, epilogue with the last."""
-        parts = []
+        parts: list[tuple[LayoutPrice, Mapping[str, float]]] = []
         if stage == 0:
             parts.append((self.blocks.prologue, self.glue_parameters[0]))
         if stage == self.pp - 1:

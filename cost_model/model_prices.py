@@ -1,9 +1,9 @@
 """Prices of a captured model's blocks for (tp, sequence sharding, micro-batch): block ILPs solved once, then re-used.
 
-Layout re-use over micro-batches: for a fixed layout the cost is affine in the micro-batch, so the least cost is concave
-in it, and a layout that is optimal at two sizes is optimal between them. A second size is therefore solved at the far end
-of the range, and sizes between two that agree are not solved. (A roofline kink of a weight-bound matmul is not affine; it
-moves an op's price, not which letter it shards.)
+Layout re-use over micro-batches: for a fixed layout the cost is affine in the micro-batch, so the least cost is
+concave in it, and a layout that is optimal at two sizes is optimal between them. A second size is therefore solved at
+the far end of the range, and sizes between two that agree are not solved. (A roofline kink of a weight-bound matmul is
+not affine; it moves an op's price, not which letter it shards.)
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import torch
 from torch import fx
 
 from autopar.blocks import op_name
-from autopar.cost_model.block_layout import Block, LayoutPrice, NodeStrategy, price_layout, replicated, solve_layout
+from autopar.cost_model.block_layout import LayoutPrice, price_layout, replicated
 from autopar.cost_model.block_measures import BlockFormulas, BlockMeasures
+from autopar.cost_model.block_problem import Block, NodeStrategy, solve_layout
 from autopar.cost_model.comm_cost import GroupCost
 from autopar.cost_model.compute import Machine
 from autopar.cost_model.op_facts import ElementSizes

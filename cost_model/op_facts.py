@@ -6,6 +6,7 @@ Names are those of `autopar.blocks.op_name`: ATen names, or the name of a functi
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import sympy
 import torch
@@ -20,9 +21,10 @@ MATMULS = frozenset({"linear", "mm", "bmm", "matmul", "addmm", "baddbmm"})
 ATTENTION = frozenset({"scaled_dot_product_attention"})
 
 _VIEWS = frozenset(
-    "view reshape _unsafe_view transpose t permute unsqueeze squeeze expand expand_as view_as slice select split"
-    " split_with_sizes chunk unbind getitem detach alias flatten unflatten narrow unsafe_split".split()
-)
+    {"view", "reshape", "_unsafe_view", "transpose", "t", "permute", "unsqueeze", "squeeze", "expand", "expand_as",
+     "view_as", "slice", "select", "split", "split_with_sizes", "chunk", "unbind", "getitem", "detach", "alias",
+     "flatten", "unflatten", "narrow", "unsafe_split"}
+)  # fmt: skip
 _NO_KERNEL = frozenset({"sym_size", "_assert_tensor_metadata", "sym_numel", "size"})
 _CASTS = frozenset({"to", "_to_copy", "type_as"})
 
@@ -46,7 +48,7 @@ def numel(shape: Shape | None) -> sympy.Expr:
     if shape is None:
         return sympy.Integer(0)
     if shape and isinstance(shape[0], tuple):
-        return sympy.Add(*(numel(part) for part in shape))
+        return sympy.Add(*(numel(cast(Shape, part)) for part in shape))
     return sympy.Mul(*(sympy.sympify(dim) for dim in shape))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from torch import fx
 
-from autopar.cost_model.block_layout import NodeStrategy
+from autopar.cost_model.block_problem import NodeStrategy
 from autopar.cost_model.evaluate import Evaluation
 from autopar.cost_model.propagation import propagate
 from autopar.cost_model.strategy_table import Strategy, StrategyTable
@@ -77,7 +77,9 @@ def parameter_patterns(traced: TracedModel, layout: Layout) -> dict[str, str]:
     return entries
 
 
-def checkpoint_patterns(traced: TracedModel, evaluation: Evaluation, class_ids: list[str], full: bool) -> dict[str, str]:
+def checkpoint_patterns(
+    traced: TracedModel, evaluation: Evaluation, class_ids: list[str], full: bool
+) -> dict[str, str]:
     """Recomputed layers: of each class the first ones of a stage (layers of a class cost the same)."""
     assert evaluation.pipeline is not None
     recomputed = []

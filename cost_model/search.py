@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.cost_model.candidates import Setting, check_pins, enumerate_settings, lower_bound
+from autopar.cost_model.comm_cost import group_cost
 from autopar.cost_model.compute import Machine
 from autopar.cost_model.evaluate import Evaluation, Evaluator
 from autopar.cost_model.explain import reason_it_loses
@@ -55,8 +56,8 @@ class Candidate:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """`alternatives`: the nearest other layouts (degrees and sequence sharding), fastest first; `not_executable`: cp > 1,
-    by bound; `statistics`: counts and times, see `_statistics`; `notices`: what was assumed."""
+    """`alternatives`: the nearest other layouts (degrees and sequence sharding), fastest first; `not_executable`:
+    cp > 1, by bound; `statistics`: counts and times of the search; `notices`: what was assumed."""
 
     plan: Plan
     alternatives: tuple[Candidate, ...]
@@ -76,7 +77,8 @@ def search(traced: TracedModel, cluster: ClusterSpec, train: TrainSpec, pins: Pi
     plan = run.plan(best)
     alternatives = run.alternatives(best)
     statistics = run.statistics(best, time.perf_counter() - started)
-    plan = plan.replace(solver={k: statistics[k] for k in ("solver", "status", "bound_s", "gap", "candidates", "pruned")})
+    kept = ("solver", "status", "bound_s", "gap", "candidates", "pruned")
+    plan = plan.replace(solver={name: statistics[name] for name in kept})
     return SearchResult(plan, alternatives, statistics, run.not_executable(), tuple(run.notices))
 
 
@@ -100,8 +102,8 @@ class _Run:
         check_pins(pins, cluster.num_devices, self.global_batch, self.seq_len)
         machine = Machine.of(cluster.device, cluster.stack, self.dtype)
         self.prices = ModelPrices(traced, machine, COMPUTE_DTYPES[self.precision], self.seq_len, pins.modules)
-        self.settings = enumerate_settings(cluster.num_devices, self.global_batch, self.seq_len, len(traced.layers), pins,
-                                           self.prices.tp_is_legal)  # fmt: skip
+        layers, legal = len(traced.layers), self.prices.tp_is_legal
+        self.settings = enumerate_settings(cluster.num_devices, self.global_batch, self.seq_len, layers, pins, legal)
         sizes = sorted({s.micro_batch for s in self.settings})
         single = {b: self.prices.single_rank_seconds(b) for b in sizes}
         self.bounds = {s: lower_bound(s, *single[s.micro_batch]) for s in self.settings}
@@ -157,12 +159,13 @@ class _Run:
         nearest = min(self.done, key=lambda e: (e.needed_bytes, e.setting.order))
         missing = nearest.needed_bytes - device.memory_bytes
         d = nearest.setting.degrees
-        pinned = [f"{k}={getattr(self.pins, k)}" for k in ("dp", "tp", "pp", "sp", "microbatch", "schedule", "checkpoint")
-                  if getattr(self.pins, k) is not None]  # fmt: skip
+        names = ("dp", "tp", "pp", "sp", "microbatch", "schedule", "checkpoint")
+        pinned = [f"{name}={getattr(self.pins, name)}" for name in names if getattr(self.pins, name) is not None]
         return InfeasiblePlanError(
-            f"no plan fits in {device.memory_bytes / 2**30:.1f} GiB a device: even the most frugal (dp={d.dp} tp={d.tp} "
-            f"pp={d.pp}, micro-batch {nearest.setting.micro_batch}) lacks {missing:.0f} bytes ({missing / 2**30:.2f} GiB) "
-            f"on stage {nearest.binding_stage}" + (f" under the pins {', '.join(pinned)}" if pinned else ""),
+            f"no plan fits in {device.memory_bytes / 2**30:.1f} GiB a device: even the most frugal (dp={d.dp} "
+            f"tp={d.tp} pp={d.pp}, micro-batch {nearest.setting.micro_batch}) lacks {missing:.0f} bytes "
+            f"({missing / 2**30:.2f} GiB) on stage {nearest.binding_stage}"
+            + (f" under the pins {', '.join(pinned)}" if pinned else ""),
             where="memory",
             try_=f"devices of at least {nearest.needed_bytes / 2**30:.1f} GiB, more devices, "
             + ("or fewer pins" if pinned else "or a shorter sequence"),
@@ -171,7 +174,8 @@ class _Run:
     def plan(self, best: Evaluation) -> Plan:
         assert best.pipeline is not None
         setting, traced = best.setting, self.traced
-        layout = self._layout(setting)
+        group = group_cost(self.cluster, setting.degrees, "tp")
+        layout = self.prices.at(setting.degrees.tp, setting.sequence_sharding, setting.micro_batch, group).layout
         plan = Plan(
             degrees=setting.degrees,
             global_batch=self.global_batch,
@@ -191,9 +195,6 @@ class _Run:
         if setting.degrees.tp == 1:
             return plan
         return with_overrides(traced, plan, layout, strategy_table(traced, setting.degrees.tp, self.seq_len))
-
-    def _layout(self, setting: Setting) -> Any:
-        return _blocks(self, setting).layout
 
     def _prediction(self, best: Evaluation) -> dict[str, Any]:
         setting, devices = best.setting, self.cluster.num_devices
@@ -273,14 +274,6 @@ class _Run:
             "bound_s": bound,
             "gap": max(0.0, best.step_s / bound - 1),
         }
-
-
-def _blocks(run: _Run, setting: Setting) -> Any:
-    """Block prices of an already priced setting."""
-    d = setting.degrees
-    from autopar.cost_model.comm_cost import group_cost
-
-    return run.prices.at(d.tp, setting.sequence_sharding, setting.micro_batch, group_cost(run.cluster, d, "tp"))
 
 
 def _rank(e: Evaluation) -> tuple[Any, ...]:
