@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from autopar import cli
 from autopar.errors import SpecError
 from autopar.pins import Pins
 from autopar.specs import ClusterSpec, TrainSpec
@@ -40,3 +41,22 @@ def test_legal_pins_pass() -> None:
     pins = Pins.parse(["dp=2", "tp=2", "pp=2", "cp=1", "microbatch=3"])
     pins.check(ClusterSpec.parse("local:8"), TrainSpec(global_batch=12, seq_len=18))
     Pins().check(ClusterSpec.parse("local:8"), TrainSpec())
+
+
+@pytest.mark.parametrize(
+    ("cluster", "pin", "says"),
+    [
+        # llama-tiny has 4 heads and 4 layers: both rules need the model's structure, neither its weights.
+        ("local:3", "tp=3", "tp=3 cannot shard"),
+        ("local:5", "pp=5", "pp at most 4"),
+    ],
+)
+def test_degrees_the_model_does_not_allow(
+    capsys: pytest.CaptureFixture[str], cluster: str, pin: str, says: str
+) -> None:
+    arguments = ["plan", "--model", "llama-tiny", "--cluster", cluster, "--global-batch", "15", "--seq-len", "16"]
+    assert cli.main([*arguments, "--pin", pin]) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert pin in error
+    assert error.count("autopar: error") == 1
