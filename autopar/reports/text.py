@@ -125,7 +125,7 @@ def _section(title: str) -> Text:
 
 def _table(*columns: str, numbers: int = 0, from_column: int = 1) -> Table:
     """A table whose columns from `from_column` are right-aligned, `numbers` of them."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     for index, column in enumerate(columns):
         right = from_column <= index < from_column + numbers
         table.add_column(column, justify="right" if right else "left", overflow="fold")
