@@ -254,7 +254,9 @@ def _result(
         return math.nan if any(math.isnan(e) for e in found) else max(found, default=0.0)
 
     by_place: dict[tuple[str, str], dict[str, Any]] = {}
-    for entry in sorted(everyone, key=lambda e: (not math.isnan(e["error"]), -e["error"])):
+    # A wrong loss comes first: it is the cause, wrong gradients the effect.
+    order = sorted(everyone, key=lambda e: (e["what"] != "loss" or e["error"] <= tolerance, -_or_infinite(e["error"])))
+    for entry in order:
         by_place.setdefault((entry["what"], entry["name"]), entry)
     return VerifyResult(
         loss_error=largest("loss"),
@@ -285,6 +287,10 @@ def _error(mine: Tensor, expected: Tensor) -> float:
         return 0.0
     difference = (mine.to(expected.device).double() - expected.double()).abs()
     return (difference.max() / expected.double().abs().max().clamp(min=1e-3)).item()
+
+
+def _or_infinite(error: float) -> float:
+    return math.inf if math.isnan(error) else error
 
 
 def _scalar_error(mine: float, expected: float) -> float:
