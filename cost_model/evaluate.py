@@ -240,10 +240,10 @@ class _Pricing:
         return exposed, step_s, update_s
 
     def _parameters(self, nodes: tuple[fx.Node, ...]) -> dict[str, float]:
-        """Local elements of the parameters among `nodes` on one rank."""
+        """Local elements of the parameters that `nodes` read, on one rank."""
         traced, tp = self.owner.prices.traced, self.setting.degrees.tp
         found = {}
-        for node in nodes:
+        for node in dict.fromkeys(n for user in nodes for n in (*user.all_input_nodes, user)):
             spec = traced.parameters.get(str(node.target)) if node.op == "get_attr" else None
             if spec is not None:
                 placed = self.blocks.layout.get(node)
