@@ -1,0 +1,247 @@
+"""Attention over a sequence that is cut over the ranks of context parallelism.
+
+Three ways, equal in value, different in what they move (n ranks, K and V of the local sequence of B bytes each):
+
+    ring        K and V travel round the ring, n - 1 hops of 2 B, each under the attention of the block before; gradients
+                of K and V travel with them in backward
+    all-gather  K and V are gathered, 2 B (n - 1), at once and exposed; simple, good for short sequences
+    all-to-all  heads are exchanged for sequence, 4 B / n a rank; needs heads divisible by n, attention is then local
+
+Causal attention is balanced by the zigzag order: the sequence is cut into 2n chunks and rank r holds chunks r and
+2n - 1 - r, so that every rank has the same number of query-key pairs. In zigzag order a rank meets the block of rank j in
+one of three ways: its own (causal), an earlier one (all queries see its first half), a later one (the second half of the
+queries sees all of it).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from autopar.runtime.attention_block import block_backward, block_forward, merge
+from autopar.runtime.collectives import resolve_group
+
+__all__ = ["KINDS", "context_attention", "query_key_pairs"]
+
+KINDS = ("ring", "all-gather", "all-to-all")
+
+
+def context_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: float | None = None, kind: str = "ring", group: str
+) -> Tensor:
+    """Attention of this rank's queries [b, h, s/n, d] to the keys of all ranks; result [b, h, s/n, d].
+
+    Causal sequences lie in zigzag order, others in their own. Raises ValueError for an unknown kind, or heads that
+    all-to-all cannot share out.
+    """
+    process_group = resolve_group(group)
+    if process_group.size() == 1:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale)
+    if kind == "all-to-all":
+        return _all_to_all(q, k, v, is_causal, scale, process_group)
+    if kind not in KINDS:
+        raise ValueError(f"{kind!r} is not one of {', '.join(KINDS)}")
+    function = _Ring if kind == "ring" else _Gathered
+    result: Tensor = function.apply(q, k, v, is_causal, scale, process_group)
+    return result
+
+
+def query_key_pairs(length: int, ranks: int, causal: bool) -> list[int]:
+    """Query-key pairs each rank computes for one head of one sequence, as the kernels above execute them."""
+    if not causal:
+        return [length * length // ranks] * ranks
+    chunk = length // (2 * ranks)
+    pairs = []
+    for rank in range(ranks):
+        starts = (rank * chunk, (2 * ranks - 1 - rank) * chunk)
+        pairs.append(sum(sum(range(s + 1, s + chunk + 1)) for s in starts))
+    return pairs
+
+
+def _parts(q: Tensor, rank: int, source: int, causal: bool) -> tuple[slice, slice, bool]:
+    """Which queries meet which keys of the block of `source`, and whether under the causal mask."""
+    everything = slice(None)
+    if not causal or rank == source:
+        return everything, everything, causal
+    half = q.shape[2] // 2
+    return (everything, slice(None, half), False) if source < rank else (slice(half, None), everything, False)
+
+
+class _Accumulated:
+    """Rows of attention output that grow block by block."""
+
+    def __init__(self, q: Tensor) -> None:
+        dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+        self.out = torch.zeros(q.shape, dtype=dtype, device=q.device)
+        self.lse = torch.full(q.shape[:-1], float("-inf"), dtype=dtype, device=q.device)
+
+    def add(self, q: Tensor, k: Tensor, v: Tensor, where: tuple[slice, slice, bool], scale: float | None) -> None:
+        queries, keys, causal = where
+        out, lse = block_forward(q[:, :, queries], k[:, :, keys], v[:, :, keys], causal, scale)
+        self.out[:, :, queries], self.lse[:, :, queries] = merge(
+            self.out[:, :, queries], self.lse[:, :, queries], out, lse
+        )
+
+
+def _block_gradients(
+    grad: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, where: tuple[slice, slice, bool], scale: float | None,
+    dq: Tensor,
+) -> Tensor:  # fmt: skip
+    """Add the block's share to `dq`; return its gradient of K and V, stacked."""
+    queries, keys, causal = where
+    rows = (x[:, :, queries].contiguous() for x in (grad, q))
+    g, local_q = rows
+    shares = block_backward(
+        g, local_q, kv[0][:, :, keys], kv[1][:, :, keys], out[:, :, queries].contiguous(),
+        lse[:, :, queries].contiguous(), causal, scale,
+    )  # fmt: skip
+    dq[:, :, queries] += shares[0]
+    dkv = torch.zeros_like(kv)
+    dkv[0][:, :, keys], dkv[1][:, :, keys] = shares[1], shares[2]
+    return dkv
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, group: dist.ProcessGroup
+    ) -> Tensor:
+        rank, ranks = group.rank(), group.size()
+        q, kv = q.contiguous(), torch.stack([k, v])
+        ctx.causal, ctx.scale, ctx.group = causal, scale, group
+        result, own = _Accumulated(q), kv
+        for step in range(ranks):
+            arriving = _Hop(kv, group) if step < ranks - 1 else None
+            result.add(q, kv[0], kv[1], _parts(q, rank, (rank - step) % ranks, causal), scale)
+            kv = arriving.wait() if arriving is not None else kv
+        out = result.out.to(q.dtype)
+        ctx.save_for_backward(q, own, out, result.lse)
+        return out
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
+        q, kv, out, lse = ctx.saved_tensors
+        group, rank, ranks = ctx.group, ctx.group.rank(), ctx.group.size()
+        dq = torch.zeros_like(q)
+        travelling: _Hop | None = None  # the gradient of a block follows the block, one step behind
+        for step in range(ranks):
+            arriving = _Hop(kv, group) if step < ranks - 1 else None
+            where = _parts(q, rank, (rank - step) % ranks, ctx.causal)
+            dkv = _block_gradients(grad, q, kv, out, lse, where, ctx.scale, dq)
+            if travelling is not None:
+                dkv += travelling.wait()
+            travelling = _Hop(dkv, group)
+            kv = arriving.wait() if arriving is not None else kv
+        assert travelling is not None
+        dkv = travelling.wait()
+        return dq, dkv[0], dkv[1], None, None, None
+
+
+class _Hop:
+    """A tensor on its way to the next rank of the ring, while the previous rank's comes in."""
+
+    def __init__(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
+        ranks = dist.get_process_group_ranks(group)
+        here = group.rank()
+        self._sent = tensor  # kept alive until the send is over
+        self._received = torch.empty_like(tensor)
+        send = dist.P2POp(dist.isend, tensor, ranks[(here + 1) % len(ranks)], group)
+        receive = dist.P2POp(dist.irecv, self._received, ranks[here - 1], group)
+        # Even ranks send first, odd ones receive first: no ring of blocking sends on any backend.
+        self._work = dist.batch_isend_irecv([send, receive] if here % 2 == 0 else [receive, send])
+
+    def wait(self) -> Tensor:
+        for work in self._work:
+            work.wait()
+        return self._received
+
+
+class _Gathered(torch.autograd.Function):
+    """All-gather of K and V forward, reduce-scatter of their gradients backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, group: dist.ProcessGroup
+    ) -> Tensor:
+        rank, q, kv = group.rank(), q.contiguous(), torch.stack([k, v])
+        ctx.causal, ctx.scale, ctx.group = causal, scale, group
+        blocks = _gather(kv, group)
+        result = _Accumulated(q)
+        for source in range(group.size()):
+            result.add(q, blocks[source][0], blocks[source][1], _parts(q, rank, source, causal), scale)
+        out = result.out.to(q.dtype)
+        ctx.save_for_backward(q, kv, out, result.lse)
+        return out
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
+        q, kv, out, lse = ctx.saved_tensors
+        group, rank, dq = ctx.group, ctx.group.rank(), torch.zeros_like(q)
+        blocks = _gather(kv, group)
+        shares = torch.empty_like(blocks)
+        for source in range(group.size()):
+            where = _parts(q, rank, source, ctx.causal)
+            shares[source] = _block_gradients(grad, q, blocks[source], out, lse, where, ctx.scale, dq)
+        dkv = torch.empty_like(kv)
+        dist.reduce_scatter_tensor(dkv.flatten(), shares.flatten(), group=group)
+        return dq, dkv[0], dkv[1], None, None, None
+
+
+def _gather(kv: Tensor, group: dist.ProcessGroup) -> Tensor:
+    blocks = kv.new_empty((group.size(), *kv.shape))
+    dist.all_gather_into_tensor(blocks.flatten(), kv.contiguous().flatten(), group=group)  # gloo wants equal ranks
+    return blocks
+
+
+def _all_to_all(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, group: dist.ProcessGroup) -> Tensor:
+    """Whole sequence for h/n heads, attention there, and back."""
+    ranks = group.size()
+    for name, heads in (("query", q.shape[1]), ("key/value", k.shape[1])):
+        if heads % ranks:
+            raise ValueError(f"{heads} {name} heads do not divide over {ranks} ranks; use ring or all-gather")
+    whole = [_Exchange.apply(x, True, causal, group) for x in (q, k, v)]
+    out = F.scaled_dot_product_attention(*whole, is_causal=causal, scale=scale)
+    result: Tensor = _Exchange.apply(out, False, causal, group)
+    return result
+
+
+class _Exchange(torch.autograd.Function):
+    """[b, h, s/n, d] <-> [b, h/n, s, d]; the whole sequence in its own order, the cut one in zigzag order if causal."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, to_heads: bool, zigzag: bool, group: dist.ProcessGroup) -> Tensor:
+        ctx.arguments = (to_heads, zigzag, group)
+        return _exchange(x, to_heads, zigzag, group)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        to_heads, zigzag, group = ctx.arguments
+        return _exchange(grad, not to_heads, zigzag, group), None, None, None
+
+
+def _exchange(x: Tensor, to_heads: bool, zigzag: bool, group: dist.ProcessGroup) -> Tensor:
+    ranks = group.size()
+    cut, joined = (1, 2) if to_heads else (2, 1)
+    if not to_heads and zigzag:
+        x = x.unflatten(2, (2 * ranks, -1)).index_select(2, _zigzag(ranks, x.device)).flatten(2, 3)
+    outgoing = x.unflatten(cut, (ranks, -1)).movedim(cut, 0).contiguous()
+    incoming = torch.empty_like(outgoing)
+    dist.all_to_all_single(incoming, outgoing, group=group)
+    result: Tensor = incoming.movedim(0, joined).flatten(joined, joined + 1)
+    if to_heads and zigzag:
+        inverse = _zigzag(ranks, x.device).argsort()
+        result = result.unflatten(2, (2 * ranks, -1)).index_select(2, inverse).flatten(2, 3)
+    return result.contiguous()
+
+
+def _zigzag(ranks: int, device: torch.device) -> Tensor:
+    """Chunk numbers in the order the ranks hold them: 0, 2n-1, 1, 2n-2, ..."""
+    return torch.tensor([c for r in range(ranks) for c in (r, 2 * ranks - 1 - r)], device=device)

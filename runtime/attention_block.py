@@ -1,0 +1,68 @@
+"""One block of attention with its log-sum-exp, forward and backward: what ring attention is assembled from.
+
+The fused kernels take and return what is needed: given the output and log-sum-exp of the whole row, the backward of one
+block of keys is that block's share of the whole gradient.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["block_backward", "block_forward", "merge"]
+
+aten = torch.ops.aten
+
+
+def block_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
+    """Attention of q [b, h, s, d] to k, v [b, h, t, d]: output [b, h, s, d] and log-sum-exp [b, h, s] (fp32 or fp64).
+
+    `causal` aligns the first query with the first key and needs s = t.
+    """
+    if q.device.type == "cpu":
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+        return out, lse
+    if q.dtype in (torch.float16, torch.bfloat16):
+        out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+        return out, lse
+    scores = _scores(q, k, causal, scale)
+    lse = scores.logsumexp(-1)
+    return (scores - lse.unsqueeze(-1)).exp() @ v, lse
+
+
+def block_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v that one block of keys contributes; `out` and `lse` are those of the whole rows."""
+    if q.device.type == "cpu":
+        backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        dq, dk, dv = backward(grad, q, k, v, out, lse, 0.0, causal, scale=scale)
+        return dq, dk, dv
+    if q.dtype in (torch.float16, torch.bfloat16):
+        seed = torch.zeros((2,), dtype=torch.uint64, device=q.device)  # read only with dropout
+        lengths = (None, None, q.shape[2], k.shape[2])
+        backward = aten._scaled_dot_product_flash_attention_backward
+        dq, dk, dv = backward(grad, q, k, v, out, lse, *lengths, 0.0, causal, seed, seed.new_zeros(()), scale=scale)
+        return dq, dk, dv
+    p = (_scores(q, k, causal, scale) - lse.unsqueeze(-1)).exp()
+    ds = p * (grad @ v.transpose(-1, -2) - (grad * out).sum(-1, keepdim=True)) * _scale(q, scale)
+    return ds @ k, ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ grad
+
+
+def merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over the union of two disjoint sets of keys, from that over each. `out` is kept in the lse's dtype."""
+    total = torch.logaddexp(lse, other_lse)
+    weights = (lse - total).exp().unsqueeze(-1), (other_lse - total).exp().unsqueeze(-1)
+    return out * weights[0] + other_out.to(lse.dtype) * weights[1], total
+
+
+def _scale(q: Tensor, scale: float | None) -> float:
+    return float(q.shape[-1] ** -0.5 if scale is None else scale)
+
+
+def _scores(q: Tensor, k: Tensor, causal: bool, scale: float | None) -> Tensor:
+    scores = (q @ k.transpose(-1, -2)) * _scale(q, scale)
+    if causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+    return scores

@@ -1,0 +1,97 @@
+"""Ring, all-gather and all-to-all attention against one process in fp64, forward and backward."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from autopar.runtime import attention
+from autopar.runtime.attention import KINDS, context_attention, query_key_pairs
+from autopar.runtime.launch import run_ranks
+
+HEADS, SEQ, DIM = 4, 16, 8
+
+
+def _pieces(x: Tensor, rank: int, ranks: int, zigzag: bool) -> Tensor:
+    if not zigzag:
+        return x.chunk(ranks, 2)[rank]
+    chunks = x.chunk(2 * ranks, 2)
+    return torch.cat([chunks[rank], chunks[2 * ranks - 1 - rank]], 2)
+
+
+def _errors(kind: str, causal: bool, dtype: torch.dtype) -> list[float]:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    whole = [torch.randn(2, HEADS, SEQ, DIM, dtype=dtype).requires_grad_() for _ in range(3)]
+    grad = torch.randn(2, HEADS, SEQ, DIM, dtype=dtype)
+    wanted = F.scaled_dot_product_attention(*whole, is_causal=causal, scale=0.3)
+    gradients = torch.autograd.grad(wanted, whole, grad)
+    mine = [_pieces(x.detach(), rank, ranks, causal).clone().requires_grad_() for x in whole]
+    found = context_attention(*mine, is_causal=causal, scale=0.3, kind=kind, group=dist.group.WORLD.group_name)
+    shares = torch.autograd.grad(found, mine, _pieces(grad, rank, ranks, causal))
+    pairs = [(found, wanted), *zip(shares, gradients, strict=True)]
+    return [(a - _pieces(b, rank, ranks, causal)).abs().max().item() for a, b in pairs]
+
+
+def _every_way() -> dict[str, list[float]]:
+    cases = [(k, c, torch.float64) for k in KINDS for c in (False, True)]
+    return {f"{kind} causal={causal}": _errors(kind, causal, dtype) for kind, causal, dtype in cases}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_values_and_gradients_are_those_of_one_process(ranks: int) -> None:
+    for result in run_ranks(ranks, _every_way):
+        for way, errors in result.items():
+            assert max(errors) < 1e-12, (way, errors)
+
+
+def _count_hops() -> tuple[int, int]:
+    """Tensors of K and V size sent in forward, and in backward."""
+    group = dist.group.WORLD.group_name
+    mine = [torch.randn(1, HEADS, SEQ, DIM).requires_grad_() for _ in range(3)]
+    sent: list[int] = []
+    original = attention._Hop.__init__
+
+    def counted(self: Any, tensor: Tensor, process_group: Any) -> None:
+        sent.append(tensor.numel())
+        original(self, tensor, process_group)
+
+    with mock.patch.object(attention._Hop, "__init__", counted):
+        out = context_attention(*mine, is_causal=True, group=group)
+        forward = len(sent)
+        out.sum().backward()
+    return forward, len(sent) - forward
+
+
+@pytest.mark.distributed
+def test_keys_and_values_are_sent_once_a_step() -> None:
+    for forward, backward in run_ranks(4, _count_hops):
+        assert forward == 3  # n - 1 hops
+        assert backward == 3 + 4  # K and V again, and their gradients all the way home
+
+
+def _uneven_heads() -> str:
+    x = torch.randn(1, 3, SEQ, DIM)
+    try:
+        context_attention(x, x, x, is_causal=False, kind="all-to-all", group=dist.group.WORLD.group_name)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.distributed
+def test_all_to_all_refuses_heads_that_do_not_divide() -> None:
+    for message in run_ranks(2, _uneven_heads):
+        assert message.startswith("3 query heads do not divide over 2 ranks")
+
+
+def test_cp_05_zigzag_balances_causal_work() -> None:
+    assert query_key_pairs(32, 4, causal=True) == [132, 132, 132, 132]
+    assert query_key_pairs(32, 4, causal=False) == [256, 256, 256, 256]
