@@ -2,15 +2,15 @@
 
 Three ways, equal in value, different in what they move (n ranks, K and V of the local sequence of B bytes each):
 
-    ring        K and V travel round the ring, n - 1 hops of 2 B, each under the attention of the block before; gradients
-                of K and V travel with them in backward
+    ring        K and V travel round the ring, n - 1 hops of 2 B, each under the attention of the block before; in
+                backward their gradients travel with them
     all-gather  K and V are gathered, 2 B (n - 1), at once and exposed; simple, good for short sequences
     all-to-all  heads are exchanged for sequence, 4 B / n a rank; needs heads divisible by n, attention is then local
 
 Causal attention is balanced by the zigzag order: the sequence is cut into 2n chunks and rank r holds chunks r and
-2n - 1 - r, so that every rank has the same number of query-key pairs. In zigzag order a rank meets the block of rank j in
-one of three ways: its own (causal), an earlier one (all queries see its first half), a later one (the second half of the
-queries sees all of it).
+2n - 1 - r, so that every rank has the same number of query-key pairs. In zigzag order a rank meets the block of rank j
+in one of three ways: its own (causal), an earlier one (all queries see its first half), a later one (the second half of
+the queries sees all of it).
 """
 
 from __future__ import annotations
@@ -89,9 +89,15 @@ class _Accumulated:
 
 
 def _block_gradients(
-    grad: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, where: tuple[slice, slice, bool], scale: float | None,
+    grad: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    where: tuple[slice, slice, bool],
+    scale: float | None,
     dq: Tensor,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Add the block's share to `dq`; return its gradient of K and V, stacked."""
     queries, keys, causal = where
     rows = (x[:, :, queries].contiguous() for x in (grad, q))
