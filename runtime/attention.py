@@ -130,7 +130,7 @@ class _Ring(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
         q, kv, out, lse = ctx.saved_tensors
         group, rank, ranks = ctx.group, ctx.group.rank(), ctx.group.size()
@@ -186,7 +186,7 @@ class _Gathered(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
         q, kv, out, lse = ctx.saved_tensors
         group, rank, dq = ctx.group, ctx.group.rank(), torch.zeros_like(q)
@@ -212,8 +212,8 @@ def _all_to_all(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | No
     for name, heads in (("query", q.shape[1]), ("key/value", k.shape[1])):
         if heads % ranks:
             raise ValueError(f"{heads} {name} heads do not divide over {ranks} ranks; use ring or all-gather")
-    whole = [_Exchange.apply(x, True, causal, group) for x in (q, k, v)]
-    out = F.scaled_dot_product_attention(*whole, is_causal=causal, scale=scale)
+    whole_q, whole_k, whole_v = (_Exchange.apply(x, True, causal, group) for x in (q, k, v))
+    out = F.scaled_dot_product_attention(whole_q, whole_k, whole_v, is_causal=causal, scale=scale)
     result: Tensor = _Exchange.apply(out, False, causal, group)
     return result
 
@@ -227,7 +227,7 @@ class _Exchange(torch.autograd.Function):
         return _exchange(x, to_heads, zigzag, group)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         to_heads, zigzag, group = ctx.arguments
         return _exchange(grad, not to_heads, zigzag, group), None, None, None
