@@ -136,8 +136,8 @@ class TracedModel:
 class ParameterShard:
     """What one rank holds of a parameter: the slice of the global tensor that `placement` gives it over tp.
 
-    `grad_partial`: the parameter is replicated over tp, but each rank sees only a summand of its gradient (a norm under
-    sequence sharding, a per-head norm): sum over tp once a step.
+    `grad_partial`: axes over which it is replicated, but each rank sees only a summand of its gradient (a norm under
+    sequence sharding, a per-head norm; over cp every weight): sum over these axes once a step.
     """
 
     name: str
@@ -145,7 +145,7 @@ class ParameterShard:
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
-    grad_partial: bool = False
+    grad_partial: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

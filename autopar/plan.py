@@ -27,11 +27,12 @@ from autopar.errors import PlanMismatchError, SpecError, nearest
 from autopar.mesh import Degrees
 from autopar.placement import parse_placement
 
-__all__ = ["CHECKPOINT_MODES", "SCHEDULES", "SCHEMA_VERSION", "Plan", "expand_path", "match_path"]
+__all__ = ["CHECKPOINT_MODES", "CONTEXT_PARALLEL", "SCHEDULES", "SCHEMA_VERSION", "Plan", "expand_path", "match_path"]
 
 SCHEMA_VERSION = 1
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 CHECKPOINT_MODES = ("none", "selective", "full")
+CONTEXT_PARALLEL = ("ring", "all-gather", "all-to-all")
 
 
 def _frozen(mapping: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -55,6 +56,7 @@ class Plan:
                        propagation rule would do otherwise
     checkpoint         layer path pattern -> one of CHECKPOINT_MODES; a layer not named is "none"
     zero               ZeRO level over dp
+    context_parallel   how attention reads the keys of other cp ranks: one of CONTEXT_PARALLEL
     precision          "fp64", "fp32", "bf16" (pure) or "bf16-mixed" (fp32 master weights)
     overlap            named overlaps that are switched on
     prediction         what the cost model expects, by part; see autopar.cost_model.search
@@ -74,6 +76,7 @@ class Plan:
     ops: Mapping[str, str] = field(default_factory=dict)
     checkpoint: Mapping[str, str] = field(default_factory=dict)
     zero: int = 0
+    context_parallel: str = "ring"
     precision: str = "fp32"
     overlap: tuple[str, ...] = ()
     prediction: Mapping[str, Any] = field(default_factory=dict)
@@ -257,6 +260,7 @@ def _check_fields(plan: Plan) -> None:
         _require_positive(name, getattr(plan, name))
     _require_in("schedule", plan.schedule, SCHEDULES)
     _require_in("zero", plan.zero, (0, 1, 2, 3))
+    _require_in("context_parallel", plan.context_parallel, CONTEXT_PARALLEL)
     _require_in("precision", plan.precision, ("fp64", "fp32", "bf16", "fp16", "bf16-mixed"))
     if not isinstance(plan.sequence_sharding, bool):
         raise SpecError("must be true or false", where="sequence_sharding")

@@ -15,7 +15,8 @@ possible.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 
 import sympy
@@ -45,39 +46,56 @@ class Propagation:
         return self.placement[source]
 
 
-Choose = Callable[[fx.Node, Strategy], Strategy]
+def propagate(traced: TracedModel, plan: Plan, table: StrategyTable | None = None, axis: str = "tp") -> Propagation:
+    """Placements over an axis of every tensor node of `traced` under `plan`.
 
-
-def propagate(traced: TracedModel, plan: Plan, table: StrategyTable | None = None) -> Propagation:
-    """Placements over tp of every tensor node of `traced` under `plan`.
-
+    Over cp there is nothing to choose: parameters are whole, the residual stream is S(1), and what is computed from the
+    inputs alone (masks, positions, shifted labels) is computed whole and cut where it meets the stream. The tp walk
+    comes after: `seq` then is the length that cp left.
     Raises PlanMismatchError for a parameter placement or an op strategy that the rules do not allow.
     """
-    table = table or strategy_table(traced, plan.degrees.tp, plan.seq_len)
+    ranks = plan.degrees.tp if axis == "tp" else plan.degrees.cp
+    tokens = plan.seq_len // plan.degrees.cp if axis == "tp" else plan.seq_len
+    table = table or strategy_table(traced, ranks, tokens, axis)
     result = Propagation()
-    sizes = {"batch": plan.micro_batch, "seq": plan.seq_len}
+    walk = _Walk(plan, table, axis, ranks, {"batch": plan.micro_batch, "seq": tokens})
     for node in traced.graph_module.graph.nodes:
         if node not in table:
             continue
         if node.op == "placeholder":
             result.placement[node] = REPLICATE
         elif node.op == "get_attr":
-            result.placement[node] = _stored(node, plan, table)
+            result.placement[node] = _stored(node, plan, table) if axis == "tp" else REPLICATE
         else:
-            chosen = _named(node, plan, table) or _default(node, table, result, sizes, plan)
+            chosen = _named(node, plan, table) if axis == "tp" else None
+            chosen = chosen or _default(node, walk, result)
             result.strategy[node] = chosen
             result.placement[node] = chosen.output
             if any(u.op == "call_function" and u.meta["segment"] != node.meta["segment"] for u in node.users):
-                result.leaving[node] = border_placement(node, plan)
+                result.leaving[node] = border_placement(node, plan, axis)
     return result
 
 
-def border_placement(node: fx.Node, plan: Plan) -> Placement:
+@dataclass(frozen=True)
+class _Walk:
+    """What stays the same from op to op."""
+
+    plan: Plan
+    table: StrategyTable
+    axis: str
+    ranks: int
+    sizes: Mapping[str, int]
+
+
+def border_placement(node: fx.Node, plan: Plan, axis: str = "tp") -> Placement:
     """How a tensor that leaves its segment lies there: the residual stream [batch, seq, hidden] as the plan says, the
     rest replicated."""
     shape = node.meta["shape"]
     stream = node.meta["grad"] and len(shape) == 3 and str(shape[1]) == "seq"
-    return Shard(1) if stream and plan.sequence_sharding and plan.seq_len % plan.degrees.tp == 0 else REPLICATE
+    if axis == "cp":
+        return Shard(1) if stream else REPLICATE
+    divides = plan.seq_len // plan.degrees.cp % plan.degrees.tp == 0
+    return Shard(1) if stream and plan.sequence_sharding and divides else REPLICATE
 
 
 def conversion_bytes(
@@ -147,17 +165,19 @@ def _named(node: fx.Node, plan: Plan, table: StrategyTable) -> Strategy | None:
     return options[text]
 
 
-def _default(
-    node: fx.Node, table: StrategyTable, result: Propagation, sizes: Mapping[str, int], plan: Plan
-) -> Strategy:
-    options = _using_weights_as_stored(node, table[node], result)
+def _default(node: fx.Node, walk: _Walk, result: Propagation) -> Strategy:
+    options = _using_weights_as_stored(node, walk.table[node], result)
+    # Over cp a gradient that is partial costs nothing more: parameters are summed over dp once a step in any case.
+    free = walk.axis == "cp"
+    inputs = node.all_input_nodes
 
-    def moved(strategy: Strategy) -> float:
-        return sum(
-            conversion_bytes(source, result.seen_by(source, node), wanted, plan.degrees.tp, sizes)
-            for source, wanted in zip(node.all_input_nodes, strategy.inputs, strict=True)
-            if wanted is not None
+    def moved(strategy: Strategy) -> tuple[float, bool]:
+        bytes_ = sum(
+            conversion_bytes(source, result.seen_by(source, node), wanted, walk.ranks, walk.sizes)
+            for source, wanted in zip(inputs, strategy.inputs, strict=True)
+            if wanted is not None and not (free and source.op == "get_attr" and wanted.is_replicated)
         )
+        return bytes_, free and node.meta["grad"] and not strategy.output.is_shard
 
     return min(options, key=moved)
 

@@ -55,7 +55,8 @@ RULES: dict[str, str] = {
     "log_softmax": "..H>..H",
     # loss: the vocabulary is split by a kernel that communicates inside; see LOSSES
     "cross_entropy_loss": "Tv,T>",
-    "cross_entropy_sum": "Tv,T>",
+    "cross_entropy_sum": "..v,..>",
+    "context_attention": "bhSD,bhSD,bhSE>bhSE",
     # elementwise, linear
     "to": _LINEAR_UNARY,
     "_to_copy": _LINEAR_UNARY,

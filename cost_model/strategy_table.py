@@ -41,10 +41,11 @@ class Strategy:
 StrategyTable: TypeAlias = Mapping[fx.Node, tuple[Strategy, ...]]
 
 
-def strategy_table(traced: TracedModel, tp: int, seq_len: int) -> StrategyTable:
-    """Strategies of every tensor node of `traced`; layers of one class share the work of the first of them.
+def strategy_table(traced: TracedModel, ranks: int, seq_len: int, axis: str = "tp") -> StrategyTable:
+    """Strategies of every tensor node of `traced` over `ranks` of a mesh axis; layers of one class share the work.
 
-    seq_len is the number of tokens a sequence may be sharded over (it has to divide). Parameters and inputs are listed
+    Over tp anything may be split but the batch (it belongs to dp) and the queries' sequence; over cp the sequence alone.
+    seq_len: the tokens of a sequence, which its degree has to divide. Parameters and inputs are listed
     with what they can be; graph inputs are replicated over tp.
     """
     table: dict[fx.Node, tuple[Strategy, ...]] = {}
@@ -56,7 +57,7 @@ def strategy_table(traced: TracedModel, tp: int, seq_len: int) -> StrategyTable:
     for segment in traced.segments:
         nodes = list(traced.nodes_of(segment))
         if segment.class_id not in first_of_class:
-            local = strategies_of_graph(nodes, tp, {traced.seq: seq_len}, traced.batch)
+            local = strategies_of_graph(nodes, ranks, {traced.seq: seq_len}, axis)
             first_of_class[segment.class_id] = (nodes, local)
         twins, local = first_of_class[segment.class_id]
         for node, twin in zip(nodes, twins, strict=True):
@@ -65,7 +66,7 @@ def strategy_table(traced: TracedModel, tp: int, seq_len: int) -> StrategyTable:
                     offer(here, local[there])
     for node in traced.graph_module.graph.nodes:
         if node.op in ("placeholder", "get_attr") and node.meta["shape"] is not None:
-            table.setdefault(node, _source_strategies(node, tp))
+            table.setdefault(node, _source_strategies(node, ranks))
     return table
 
 
@@ -82,12 +83,15 @@ def _source_strategies(node: fx.Node, tp: int) -> tuple[Strategy, ...]:
 
 
 def strategies_of_graph(
-    nodes: list[fx.Node], tp: int, sizes: Mapping[sympy.Symbol, int], batch: sympy.Symbol
+    nodes: list[fx.Node], tp: int, sizes: Mapping[sympy.Symbol, int], axis: str = "tp"
 ) -> dict[fx.Node, tuple[Strategy, ...]]:
-    """Strategies of `nodes` (a segment, in order). The batch belongs to dp, so dims that carry it are never split."""
+    """Strategies of `nodes` (a segment, in order)."""
     relations = {n: relation for n in nodes if (relation := _relation(n)) is not None}
-    shards = _fixpoint(relations, _seeds(relations), _splitter(tp, sizes))
-    table = {n: _strategies(n, relation, shards, _splitter(tp, sizes)) for n, relation in relations.items()}
+    splits = _splitter(tp, sizes)
+    shards = _fixpoint(relations, _seeds(relations, axis), splits)
+    table = {n: _strategies(n, relation, shards, splits) for n, relation in relations.items()}
+    if axis == "cp":
+        table |= {n: (*table[n], *_attention_over_sequence(n)) for n in relations if op_name(n) in _ATTENTION}
     for node in relations:
         for source in tensor_arguments(node):
             if source.op == "get_attr" and source not in table:
@@ -145,16 +149,39 @@ Shards: TypeAlias = dict[fx.Node, set[Shard2]]
 _HEADS = {"scaled_dot_product_attention": 1, "matmul": 1, "bmm": 0}
 
 
-def _seeds(relations: Mapping[fx.Node, _Relation]) -> Shards:
-    """Weight dims, attention heads, the sequence dim of activations, and dims an expand widens."""
+_ATTENTION = ("scaled_dot_product_attention",)
+
+
+def _attention_over_sequence(node: fx.Node) -> tuple[Strategy, ...]:
+    """Queries cut over the sequence. Without a mask keys may be cut too (the kernel goes round the ranks); with one, or
+    with dropout, every rank has all keys and its rows of the mask."""
+    tensors = tensor_arguments(node)
+    if len(node.meta["shape"]) != 4 or len(tensors) != len(node.all_input_nodes):
+        return ()
+    dropout = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
+    causal = node.args[5] if len(node.args) > 5 else node.kwargs.get("is_causal", False)
+    rows = Shard(2)
+    if len(tensors) == 3 and not dropout:
+        return (Strategy((rows, rows, rows), rows),)
+    if causal:
+        return ()
+    mask = tuple(rows if len(t.meta["shape"]) == 4 and t.meta["shape"][2] != 1 else RP for t in tensors[3:])
+    return (Strategy((rows, RP, RP, *mask), rows),)
+
+
+def _seeds(relations: Mapping[fx.Node, _Relation], axis: str) -> Shards:
+    """Weight dims, attention heads, the sequence of activations, and dims an expand widens; over cp the sequence."""
     seeds: Shards = {}
     for node, relation in relations.items():
         for source in relation.tensors:
             if source.op == "get_attr":
-                seeds.setdefault(source, set()).update((d, 1) for d in range(len(source.meta["shape"])))
+                dims = range(len(source.meta["shape"])) if axis == "tp" else ()
+                seeds.setdefault(source, set()).update((d, 1) for d in dims)
             else:
                 seeds.setdefault(source, set()).update(_sequence_dims(source))
         seeds.setdefault(node, set()).update(_sequence_dims(node))
+        if axis == "cp":
+            continue
         heads = _HEADS.get(op_name(node))
         if heads is not None and len(node.meta["shape"]) == heads + 3:
             for tensor in (node, *relation.tensors):

@@ -12,7 +12,7 @@ from torch import fx
 
 from autopar.blocks import op_name
 from autopar.cost_model.sharding_rules import Letter, Rule
-from autopar.placement import PARTIAL
+from autopar.placement import PARTIAL, parse_placement
 
 __all__ = ["structural_rule"]
 
@@ -102,6 +102,12 @@ def _expand(node: fx.Node, tensors: list[fx.Node]) -> list[Letter]:
     return letters
 
 
+def _convert(node: fx.Node, tensors: list[fx.Node]) -> list[Letter]:
+    """A conversion over another axis: every dim but those it moves."""
+    moved = {p.dim for p in map(parse_placement, node.args[1:3]) if p.is_shard}
+    return _moves([(d, d) for d in range(_rank(node)) if d not in moved])
+
+
 def _getitem(node: fx.Node, tensors: list[fx.Node]) -> list[Letter]:
     return _moves([(d, d) for d in range(_rank(node))])
 
@@ -134,6 +140,7 @@ _STRUCTURAL: dict[str, Callable[[fx.Node, list[fx.Node]], list[Letter] | None]] 
     "cat": _keep_all_but(1, "dim", 0),
     "cumsum": _keep_all_but(1, "dim", 0),
     "expand": _expand,
+    "convert": _convert,
     "sum": _sum,
     "mean": _sum,
     operator.getitem.__name__: _getitem,

@@ -3,7 +3,7 @@
 before    meta["placement"] and ["wants"] may differ along an edge
 after     they agree: a `convert(x, src, dst, group="tp")` node stands between. A parameter that is used R|P everywhere
 is
-          marked `grad_partial` instead (its gradient is summed over tp once a step, not once a micro-batch)
+          marked `grad_partial` instead (its gradient is summed over the axis once a step, not per micro-batch)
 requires  shard_parameters
 ensures   every partial sum is reduced before an op that is not linear in it, and only once: readers that want the same
           placement share one conversion. The outputs are R
@@ -20,16 +20,16 @@ from autopar.runtime.collectives import convert
 __all__ = ["insert_collectives"]
 
 
-def insert_collectives(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Rewrite `graph_module` in place and return it."""
+def insert_collectives(graph_module: fx.GraphModule, axis: str = "tp", *, zigzag: bool = False) -> fx.GraphModule:
+    """Rewrite `graph_module` in place and return it. `zigzag`: shards of a dim are the chunks r and 2n-1-r of 2n."""
     graph = graph_module.graph
-    made: dict[tuple[fx.Node, Placement, int], fx.Node] = {}
+    made = _Made(graph, axis, zigzag)
     for node in list(graph.nodes):
         if node.op == "get_attr":
-            _mark_partial_gradient(node)
+            _mark_partial_gradient(node, axis)
     for node in list(graph.nodes):
         if "leaving" in node.meta:
-            _convert_on_leaving(graph, node)
+            _convert_on_leaving(made, node)
     for node in list(graph.nodes):
         if node.op == "output":
             wants: tuple[Placement | None, ...] = (REPLICATE,) * len(node.all_input_nodes)
@@ -38,23 +38,23 @@ def insert_collectives(graph_module: fx.GraphModule) -> fx.GraphModule:
         else:
             continue
         for source, wanted in zip(node.all_input_nodes, wants, strict=True):
-            if wanted is not None and _differs(source, wanted):
-                node.replace_input_with(source, _converted(graph, made, source, wanted, node))
+            if wanted is not None and _differs(source, wanted, axis):
+                node.replace_input_with(source, made.converted(source, wanted, node))
     graph_module.recompile()
     return graph_module
 
 
-def _differs(source: fx.Node, wanted: Placement) -> bool:
+def _differs(source: fx.Node, wanted: Placement, axis: str) -> bool:
     have = source.meta["placement"]
-    if have == wanted or (source.meta.get("grad_partial") and wanted.kind == "R|P"):
+    if have == wanted or (axis in source.meta.get("grad_partial", ()) and wanted.kind == "R|P"):
         return False
     return not (have.is_replicated and wanted.is_replicated and not source.meta["grad"])
 
 
-def _mark_partial_gradient(node: fx.Node) -> None:
+def _mark_partial_gradient(node: fx.Node, axis: str) -> None:
     wanted = {w for user in node.users for s, w in _edges(user) if s is node}
     if node.meta["grad"] and node.meta["placement"] == REPLICATE and {w.kind for w in wanted} == {"R|P"}:
-        node.meta["grad_partial"] = True
+        node.meta["grad_partial"] = (*node.meta.get("grad_partial", ()), axis)
 
 
 def _edges(user: fx.Node) -> list[tuple[fx.Node, Placement]]:
@@ -62,44 +62,44 @@ def _edges(user: fx.Node) -> list[tuple[fx.Node, Placement]]:
     return [(s, w) for s, w in zip(user.all_input_nodes, wants, strict=bool(wants)) if w is not None]
 
 
-def _convert_on_leaving(graph: fx.Graph, node: fx.Node) -> None:
+def _convert_on_leaving(made: _Made, node: fx.Node) -> None:
     """Readers in other segments read one conversion made where the tensor is made."""
     outside = [u for u in node.users if u.meta["segment"] != node.meta["segment"] and u.op != "output"]
-    with graph.inserting_after(node):
-        leaving = _convert_node(graph, node, node.meta["leaving"], node.meta["segment"])
+    with made.graph.inserting_after(node):
+        leaving = made.convert(node, node.meta["leaving"], node.meta["segment"])
     for user in outside:
         user.replace_input_with(node, leaving)
 
 
-def _converted(
-    graph: fx.Graph,
-    made: dict[tuple[fx.Node, Placement, int], fx.Node],
-    source: fx.Node,
-    wanted: Placement,
-    user: fx.Node,
-) -> fx.Node:
-    key = (source, wanted, user.meta["segment"])
-    if key not in made:
-        same = source.meta["segment"] == user.meta["segment"] and source.op == "call_function"
-        with graph.inserting_after(source) if same else graph.inserting_before(user):
-            made[key] = _convert_node(graph, source, wanted, user.meta["segment"])
-    return made[key]
+class _Made:
+    """Makes conversions over one axis, and remembers them so that readers share."""
 
+    def __init__(self, graph: fx.Graph, axis: str, zigzag: bool) -> None:
+        self.graph, self.axis, self.zigzag = graph, axis, zigzag
+        self._known: dict[tuple[fx.Node, Placement, int], fx.Node] = {}
 
-def _convert_node(graph: fx.Graph, source: fx.Node, wanted: Placement, segment: int) -> fx.Node:
-    if isinstance(source.meta["shape"], tuple) and source.meta["shape"] and isinstance(source.meta["shape"][0], tuple):
-        raise PassError(
-            "several tensors cannot be converted at once",
-            where=f"insert_collectives: {source.meta.get('key', source.name)}",
-        )
-    have = source.meta["placement"]
-    node = graph.call_function(convert, (source, str(have), str(wanted)), {"group": "tp"})
-    path = source.meta.get("path", "")
-    node.meta = {
-        **{k: source.meta[k] for k in ("shape", "dtype", "grad", "val") if k in source.meta},
-        "placement": wanted,
-        "segment": segment,
-        "path": path,
-        "key": f"{path}::convert({source.name}, {wanted})",
-    }
-    return node
+    def converted(self, source: fx.Node, wanted: Placement, user: fx.Node) -> fx.Node:
+        key = (source, wanted, user.meta["segment"])
+        if key not in self._known:
+            same = source.meta["segment"] == user.meta["segment"] and source.op == "call_function"
+            with self.graph.inserting_after(source) if same else self.graph.inserting_before(user):
+                self._known[key] = self.convert(source, wanted, user.meta["segment"])
+        return self._known[key]
+
+    def convert(self, source: fx.Node, wanted: Placement, segment: int) -> fx.Node:
+        shape = source.meta["shape"]
+        if shape and isinstance(shape[0], tuple):
+            where = f"insert_collectives: {source.meta.get('key', source.name)}"
+            raise PassError("several tensors cannot be converted at once", where=where)
+        have = source.meta["placement"]
+        options = {"group": self.axis, **({"zigzag": True} if self.zigzag else {})}
+        node = self.graph.call_function(convert, (source, str(have), str(wanted)), options)
+        path = source.meta.get("path", "")
+        node.meta = {
+            **{k: source.meta[k] for k in ("shape", "dtype", "grad", "val") if k in source.meta},
+            "placement": wanted,
+            "segment": segment,
+            "path": path,
+            "key": f"{path}::convert({source.name}, {wanted})",
+        }
+        return node

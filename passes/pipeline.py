@@ -1,8 +1,8 @@
 """The passes in order: a traced model and a plan in, the stages that run out.
 
 prepare (canonicalize, fold_masks)            once, before the search
-sum_loss > shard_parameters > insert_collectives > localize_shapes > outline_blocks > checkpoint_blocks >
-split_stages
+sum_loss > context_parallel > shard_parameters > insert_collectives > localize_shapes > outline_blocks >
+checkpoint_blocks > split_stages
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import fx
 from autopar.errors import PlanMismatchError
 from autopar.ir import StageGraph, TracedModel
 from autopar.passes.checkpoint_blocks import checkpoint_blocks
+from autopar.passes.context_parallel import context_parallel
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.invariants import check_invariants
 from autopar.passes.localize_shapes import localize_shapes
@@ -31,6 +32,7 @@ __all__ = ["PASSES", "Rewrite", "apply"]
 Rewrite = Callable[[TracedModel, Plan], fx.GraphModule]
 
 PASSES: tuple[tuple[str, Rewrite], ...] = (
+    ("context_parallel", context_parallel),
     ("shard_parameters", shard_parameters),
     ("insert_collectives", lambda traced, plan: insert_collectives(traced.graph_module)),
     ("localize_shapes", lambda traced, plan: localize_shapes(traced.graph_module, plan.degrees.tp)),
@@ -61,7 +63,7 @@ def apply(
     traced = replace(traced, graph_module=graph_module)
     before = format_graph(graph_module.graph) if show else ""
     for name, rewrite in PASSES:
-        if plan.degrees.tp == 1 and name in _TENSOR_PARALLEL:
+        if (plan.degrees.tp == 1 and name in _TENSOR_PARALLEL) or (plan.degrees.cp == 1 and name == "context_parallel"):
             continue
         graph_module = rewrite(traced, plan)
         check_invariants(graph_module.graph, after=name)
@@ -81,8 +83,12 @@ def _check(traced: TracedModel, plan: Plan) -> None:
             try_="plan again for this model",
         )
     stage_of_segments(traced.segments, plan)
-    if plan.degrees.cp > 1:
-        raise PlanMismatchError("context parallelism is not executed yet", where="degrees.cp", try_="cp=1")
+    if plan.seq_len % (2 * plan.degrees.cp) and plan.degrees.cp > 1:
+        raise PlanMismatchError(
+            f"seq_len {plan.seq_len} does not cut into 2 x cp = {2 * plan.degrees.cp} chunks",
+            where="seq_len",
+            try_=f"a multiple of {2 * plan.degrees.cp}; shorter batches are padded at run time",
+        )
     if plan.zero or plan.virtual_stages > 1 or plan.schedule not in ("gpipe", "1f1b"):
         raise PlanMismatchError(
             f"schedule {plan.schedule}, zero {plan.zero}, virtual_stages {plan.virtual_stages}: not executed yet",

@@ -18,21 +18,27 @@ from autopar.ir import TracedModel
 from autopar.plan import Plan
 from autopar.runtime.losses import vocab_parallel_cross_entropy_sum, vocab_parallel_embedding
 
-__all__ = ["shard_parameters"]
+__all__ = ["shard_parameters", "write_placements"]
 
 
 def shard_parameters(traced: TracedModel, plan: Plan) -> fx.GraphModule:
     """Annotate `traced.graph_module` in place and return it."""
     result = propagate(traced, plan)
+    write_placements(result)
+    for node in result.strategy:
+        _choose_kernel(node, result)
+    traced.graph_module.recompile()
+    return traced.graph_module
+
+
+def write_placements(result: Propagation) -> None:
+    """meta["placement"], ["wants"] and ["leaving"] of every node of a propagation."""
     for node, placement in result.placement.items():
         node.meta["placement"] = placement
         if node in result.leaving and result.leaving[node] != placement:
             node.meta["leaving"] = result.leaving[node]
     for node, strategy in result.strategy.items():
         node.meta["wants"] = strategy.inputs
-        _choose_kernel(node, result)
-    traced.graph_module.recompile()
-    return traced.graph_module
 
 
 def _choose_kernel(node: fx.Node, result: Propagation) -> None:

@@ -187,7 +187,7 @@ def _state_of(module: fx.GraphModule, traced: TracedModel) -> tuple[dict[str, Pa
                 shape=spec.shape,
                 dtype=spec.dtype,
                 requires_grad=spec.requires_grad,
-                grad_partial=bool(node.meta.get("grad_partial", False)),
+                grad_partial=tuple(node.meta.get("grad_partial", ())),
             )
     return parameters, buffers
 

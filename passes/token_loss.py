@@ -68,7 +68,9 @@ def token_count(traced: TracedModel) -> fx.GraphModule | None:
             graph.erase_node(node)
         elif node.op == "get_attr" and node.meta["grad"]:
             raise UnsupportedModelError("the number of loss terms depends on activations", where="loss", try_=_ADVICE)
-    return fx.GraphModule(graph_module, graph, "TokenCount")
+    counter = fx.GraphModule(graph_module, graph, "TokenCount")
+    counter.meta["ignore_index"] = term.ignore_index
+    return counter
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,7 @@ class _Term:
     node: fx.Node
     make_sum: Callable[[fx.Graph], fx.Node]
     make_count: Callable[[fx.Graph], fx.Node | None]
+    ignore_index: int = -100
 
 
 _ADVICE = "let forward return one mean cross entropy over tokens, or pass loss_fn"
@@ -132,14 +135,51 @@ def _cross_entropy(node: fx.Node) -> _Term | None:
 
     def make_sum(graph: fx.Graph) -> fx.Node:
         options = {"ignore_index": ignore, "label_smoothing": smoothing}
-        return graph.call_function(cross_entropy_sum, (logits, target), options)
+        return graph.call_function(cross_entropy_sum, _by_sequence(graph, logits, target, ignore), options)
 
     def make_count(graph: fx.Graph) -> fx.Node | None:
         if reduction == _SUM:
             return None
         return graph.call_function(aten.sum.default, (graph.call_function(aten.ne.Scalar, (target, ignore)),))
 
-    return _Term(node, make_sum, make_count)
+    return _Term(node, make_sum, make_count, ignore)
+
+
+def _by_sequence(graph: fx.Graph, logits: Any, target: fx.Node, ignore: int) -> tuple[fx.Node, fx.Node]:
+    """(logits, target) of a token loss with [batch, seq] kept apart, so that the sequence can be sharded.
+
+    Undoes the flattening, and turns "drop the last logit, drop the first label" into a label that is ignored, which
+    adds nothing to a sum and keeps every token in its place.
+    """
+    x, t = _unflattened(logits), _unflattened(target)
+    if x.meta["shape"][:-1] != t.meta["shape"] or len(x.meta["shape"]) != 3:
+        return logits, target
+    whole, labels = _cut(x, 0), _cut(t, 1)
+    if whole is None or labels is None or whole.meta["shape"][:-1] != labels.meta["shape"]:
+        return x, t
+    padded = graph.call_function(aten.constant_pad_nd.default, (t, [0, 1], ignore))
+    padded.meta = {**t.meta, "shape": labels.meta["shape"], "key": f"{t.meta['path']}::shifted_labels#0"}
+    return whole, padded
+
+
+def _unflattened(node: fx.Node) -> fx.Node:
+    """What a reshape made flat, if it joined the leading dims and nothing else."""
+    source = node.args[0] if op_name(node) == "reshape" else None
+    if not isinstance(source, fx.Node):
+        return node
+    kept = len(node.meta["shape"]) - 1
+    same = not kept or source.meta["shape"][-kept:] == node.meta["shape"][-kept:]
+    return source if same and len(source.meta["shape"]) == kept + 2 else node
+
+
+def _cut(node: fx.Node, side: int) -> fx.Node | None:
+    """The tensor of which `node` drops one token of dim 1: the last (side 0) or the first (side 1)."""
+    if op_name(node) != "slice" or len(node.args) < 4 or node.args[1] != 1 or len(node.args) > 4:
+        return None
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    one_less = source.meta["shape"][1] - node.meta["shape"][1] == 1
+    return source if one_less and node.args[2] in ((None, 0), (1,))[side] else None
 
 
 def _mean(node: fx.Node) -> _Term | None:

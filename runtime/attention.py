@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from autopar.runtime.attention_block import block_backward, block_forward, merge
 from autopar.runtime.collectives import resolve_group
+from autopar.runtime.sequence import from_zigzag, to_zigzag
 
 __all__ = ["KINDS", "context_attention", "query_key_pairs"]
 
@@ -237,17 +238,9 @@ def _exchange(x: Tensor, to_heads: bool, zigzag: bool, group: dist.ProcessGroup)
     ranks = group.size()
     cut, joined = (1, 2) if to_heads else (2, 1)
     if not to_heads and zigzag:
-        x = x.unflatten(2, (2 * ranks, -1)).index_select(2, _zigzag(ranks, x.device)).flatten(2, 3)
+        x = to_zigzag(x, 2, ranks)
     outgoing = x.unflatten(cut, (ranks, -1)).movedim(cut, 0).contiguous()
     incoming = torch.empty_like(outgoing)
     dist.all_to_all_single(incoming, outgoing, group=group)
     result: Tensor = incoming.movedim(0, joined).flatten(joined, joined + 1)
-    if to_heads and zigzag:
-        inverse = _zigzag(ranks, x.device).argsort()
-        result = result.unflatten(2, (2 * ranks, -1)).index_select(2, inverse).flatten(2, 3)
-    return result.contiguous()
-
-
-def _zigzag(ranks: int, device: torch.device) -> Tensor:
-    """Chunk numbers in the order the ranks hold them: 0, 2n-1, 1, 2n-2, ..."""
-    return torch.tensor([c for r in range(ranks) for c in (r, 2 * ranks - 1 - r)], device=device)
+    return (from_zigzag(result, 2, ranks) if to_heads and zigzag else result).contiguous()

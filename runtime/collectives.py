@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import distributed_c10d
 
 from autopar.placement import CONVERSIONS, Placement, parse_placement
+from autopar.runtime.sequence import from_zigzag, to_zigzag
 from autopar.runtime.sharding import join_shards, local_slice, split_shards
 
 # torch 2.13 renamed both and warns about the old names. Flat views below: gloo wants input and output of equal rank.
@@ -26,9 +27,10 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 __all__ = ["bind", "convert", "resolve_group", "run_collective"]
 
 
-def convert(x: Tensor, src: str, dst: str, *, group: str) -> Tensor:
+def convert(x: Tensor, src: str, dst: str, *, group: str, zigzag: bool = False) -> Tensor:
     """Move `x` from placement `src` to `dst` over `group`, differentiably.
 
+    `zigzag`: a shard of rank r of n are the chunks r and 2n-1-r of the dim's 2n, in that order.
     `x` is this rank's part under `src`, the result its part under `dst`. Any dtype; only tensors that need a gradient
     pay for one. Raises ValueError for a pair that CONVERSIONS does not offer or a dim that does not divide.
     """
@@ -38,30 +40,44 @@ def convert(x: Tensor, src: str, dst: str, *, group: str) -> Tensor:
         raise ValueError(f"no conversion from {source} to {target}")
     process_group = resolve_group(group)
     if x.requires_grad and torch.is_grad_enabled():
-        result: Tensor = _Convert.apply(x, pair, source, target, process_group)
+        result: Tensor = _Convert.apply(x, pair, source, target, process_group, zigzag)
         return result
-    return run_collective(pair[0], x, source, target, process_group)
+    return run_collective(pair[0], x, source, target, process_group, zigzag)
 
 
 class _Convert(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, pair: tuple[str, str], src: Placement, dst: Placement, group: dist.ProcessGroup
+        ctx: Any,
+        x: Tensor,
+        pair: tuple[str, str],
+        src: Placement,
+        dst: Placement,
+        group: dist.ProcessGroup,
+        zigzag: bool,
     ) -> Tensor:
-        ctx.gradient, ctx.src, ctx.dst, ctx.group = pair[1], src, dst, group
-        result = run_collective(pair[0], x, src, dst, group)
+        ctx.gradient, ctx.src, ctx.dst, ctx.group, ctx.zigzag = pair[1], src, dst, group, zigzag
+        result = run_collective(pair[0], x, src, dst, group, zigzag)
         return result.view_as(result) if result is x else result
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         # The gradient travels the other way: it lies as `dst` says and must come to lie as `src` says.
-        return run_collective(ctx.gradient, grad, ctx.dst, ctx.src, ctx.group), None, None, None, None
+        moved = run_collective(ctx.gradient, grad, ctx.dst, ctx.src, ctx.group, ctx.zigzag)
+        return moved, None, None, None, None, None
 
 
-def run_collective(name: str, x: Tensor, src: Placement, dst: Placement, group: dist.ProcessGroup) -> Tensor:
+def run_collective(
+    name: str, x: Tensor, src: Placement, dst: Placement, group: dist.ProcessGroup, zigzag: bool = False
+) -> Tensor:
     """One collective by its name in CONVERSIONS; never writes into `x`, may return it."""
-    return _COLLECTIVES[name](x, src, dst, group)
+    if zigzag and dst.is_shard and name in ("slice", "reduce_scatter"):
+        x = to_zigzag(x, dst.dim, group.size())
+    result = _COLLECTIVES[name](x, src, dst, group)
+    if zigzag and src.is_shard and name in ("all_gather", "pad"):
+        result = from_zigzag(result, src.dim, group.size())
+    return result
 
 
 def resolve_group(name: str) -> dist.ProcessGroup:

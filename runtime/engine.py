@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, SpecError
 from autopar.ir import StageGraph, TracedModel
 from autopar.plan import Plan
 from autopar.runtime.limits import refuse_unbuilt
@@ -20,6 +20,7 @@ from autopar.runtime.outputs import WholeForward
 from autopar.runtime.pipeline import PipelineRunner
 from autopar.runtime.reducer import GradientReducer, GroupSum
 from autopar.runtime.rows import count_micro_batches, cut_rows, row_count
+from autopar.runtime.sequence import pad_sequences
 from autopar.runtime.stage import localize, set_training
 from autopar.runtime.state import LocalState
 from autopar.runtime.tokens import TokenCounter
@@ -65,6 +66,7 @@ class ParallelModule(nn.Module):
         self._build_whole = whole
         self._counter = TokenCounter(None if token_count is None else localize(token_count, {}, {}, device), self.world)
         self._tokens = torch.ones((), device=device)
+        self._pads_unseen = all(_is_causal(n) for n in traced.graph_module.graph.nodes if _is_attention(n))
         self._reducer = GradientReducer(
             list(self._state.parameters.values()),
             self.world.group("dp"),
@@ -87,7 +89,7 @@ class ParallelModule(nn.Module):
             raise AutoparError(
                 "the model returns no loss", where="step", try_="pass labels in the example, or loss_fn to parallelize"
             )
-        inputs = self._own_rows(self._bind(batch), local)
+        inputs = self._own_rows(self._padded(self._bind(batch)), local)
         micro_batches = count_micro_batches(row_count(self.traced.inputs, inputs), 1, self.plan.micro_batch)
         self._tokens = self._counter.total(inputs)
         self._reducer.begin(micro_batches)
@@ -165,6 +167,21 @@ class ParallelModule(nn.Module):
             return signature.bind((), {str(key): batch[key] for key in batch.keys()})  # noqa: SIM118
         return signature.bind(batch if isinstance(batch, list | tuple) else (batch,), {})
 
+    def _padded(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Sequences that cut into 2 cp chunks. What is added at the end has no label and is not seen by causal tokens."""
+        chunks = 2 * self.world.size("cp")
+        lengths = {s.name: inputs[s.name].shape[s.seq_dim] for s in self.traced.inputs if s.seq_dim is not None}
+        if chunks == 2 or all(length % chunks == 0 for length in lengths.values()):
+            return inputs
+        if not self._pads_unseen:
+            raise SpecError(
+                f"sequences of {max(lengths.values())} tokens do not cut into 2 x cp = {chunks} chunks, and attention "
+                "that is not causal would see padding",
+                where="batch",
+                try_=f"a length that is a multiple of {chunks}",
+            )
+        return pad_sequences(inputs, self.traced.inputs, chunks, self._counter.fill)
+
     def _own_rows(self, inputs: dict[str, Tensor], local: bool) -> dict[str, Tensor]:
         """This dp rank's rows, on its device."""
         dp = self.world.size("dp")
@@ -210,12 +227,15 @@ class ParallelModule(nn.Module):
         return self._whole[0]
 
     def _partial_sums(self) -> list[GroupSum]:
-        group = self.world.group("tp")
-        partial = [self._state.parameters[name] for name, shard in self._state.shards.items() if shard.grad_partial]
-        if group is None or not partial:
-            return []
-        ranks = [self.world.global_rank("tp", i) for i in range(group.size())]
-        return [GroupSum(tuple(partial), group, tuple(ranks))]
+        sums = []
+        for axis in ("cp", "tp"):
+            group = self.world.group(axis)
+            shards = self._state.shards
+            partial = [self._state.parameters[name] for name in shards if axis in shards[name].grad_partial]
+            if group is not None and partial:
+                ranks = tuple(self.world.global_rank(axis, i) for i in range(group.size()))
+                sums.append(GroupSum(tuple(partial), group, ranks))
+        return sums
 
     def _tied_sums(self) -> list[GroupSum]:
         """One sum over the stages that share a parameter, per set of stages."""
@@ -246,3 +266,11 @@ class ParallelModule(nn.Module):
             group=group,
             loss=self._scaled_loss,
         )
+
+
+def _is_attention(node: fx.Node) -> bool:
+    return node.target is torch.ops.aten.scaled_dot_product_attention.default
+
+
+def _is_causal(node: fx.Node) -> bool:
+    return bool(node.args[5] if len(node.args) > 5 else node.kwargs.get("is_causal", False))

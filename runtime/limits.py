@@ -18,7 +18,6 @@ _PRECISIONS = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf
 def refuse_unbuilt(plan: Plan, traced: TracedModel) -> None:
     """Raise SpecError or PlanMismatchError for the first thing in the plan that cannot be run."""
     unbuilt = {
-        f"degrees.cp {plan.degrees.cp}": plan.degrees.cp > 1,
         f"zero {plan.zero}": plan.zero > 0,
         f"virtual_stages {plan.virtual_stages}": plan.virtual_stages > 1,
         f"schedule {plan.schedule!r}": plan.schedule not in ("gpipe", "1f1b"),

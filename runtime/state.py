@@ -106,11 +106,11 @@ class LocalState:
         for name, shard in self.shards.items():
             own = self.parameters[name].detach()
             different = torch.zeros((), dtype=torch.int32, device=self._world.device)
-            for axis in ("dp",) if shard.placement.is_shard else ("dp", "tp"):
+            for axis in ("dp", "cp") if shard.placement.is_shard else ("dp", "cp", "tp"):
                 first = own.clone(memory_format=torch.contiguous_format)
                 self._world.broadcast(first, axis, 0)
                 different = different | (first != own).any().to(torch.int32)
-            for axis in ("dp", "tp"):
+            for axis in ("dp", "cp", "tp"):
                 different = self._world.sum(different, axis)
             if different.item():
                 differing.append(name)

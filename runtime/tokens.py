@@ -19,6 +19,8 @@ class TokenCounter:
         self._graph, self._world = graph, world
         nodes = () if graph is None else graph.graph.nodes
         self._inputs = [str(node.target) for node in nodes if node.op == "placeholder"]
+        # What to pad the inputs that hold targets with, so that the padding is not counted.
+        self.fill = dict.fromkeys(self._inputs, 0 if graph is None else graph.meta.get("ignore_index", -100))
 
     def total(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """Terms in the rows of all dp ranks, 0-d; `inputs` are this rank's rows. Collective over dp."""
