@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from autopar.runtime.limits import model_precision
 from autopar.specs import ClusterSpec, Pins, TrainSpec
 from autopar.trace import LossFn, trace
 
-__all__ = ["build", "parallelize", "plan"]
+__all__ = ["build", "find_plan", "parallelize", "plan"]
 
 
 def plan(
@@ -38,8 +39,28 @@ def plan(
 
     Needs no GPU, no process group and no weights; a model on the meta device will do. Arguments as in `parallelize`.
     """
+    return find_plan(model, cluster, train, example=example, loss_fn=loss_fn, pins=pins).plan
+
+
+def find_plan(
+    model: nn.Module,
+    cluster: ClusterSpec,
+    train: TrainSpec | None = None,
+    *,
+    example: Any = None,
+    loss_fn: LossFn | None = None,
+    pins: Pins | None = None,
+) -> SearchResult:
+    """`plan` with everything the search knows: alternatives, statistics (`capture_s` and `search_s` exclude imports) and
+    notices, those of the capture included."""
+    if pins is not None:
+        pins.check(cluster, train or TrainSpec())
+    start_s = time.perf_counter()
     traced = _capture(model, _example(model, example, train), loss_fn)
-    return _search(traced, cluster, train, pins).plan
+    statistics = {"capture_s": time.perf_counter() - start_s}
+    result = _search(traced, cluster, train, pins)
+    notices = (*traced.notices, *result.notices)
+    return replace(result, statistics={**result.statistics, **statistics}, notices=notices)
 
 
 def parallelize(

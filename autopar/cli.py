@@ -9,14 +9,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autopar.errors import AutoparError, SpecError
 
 if TYPE_CHECKING:
+    from autopar.cost_model.search import SearchResult
     from autopar.models import ModelSource
     from autopar.specs import ClusterSpec, Pins, TrainSpec
 
@@ -102,54 +102,34 @@ def _plan(options: argparse.Namespace) -> int:
 
     source = resolve(options.model)
     _check_sequence(source, options.seq_len)
-    found = _search(source, cluster, train, pins)
+    result = _search(source, cluster, train, pins)
     if options.output:
-        found["result"].plan.save(options.output)
+        result.plan.save(options.output)
     if options.json:
-        print(json.dumps(_plan_json(found), indent=2))
+        print(json.dumps(_plan_json(result), indent=2))
         return 0
 
     from autopar.reports.text import render
 
-    result = found["result"]
-    print(render(result.plan, result, cluster=cluster, model=source.name, notices=found["notices"]), end="")
-    print(f"\ncapture {found['capture_s']:.1f} s, search {found['search_s']:.1f} s")
+    spent = result.statistics
+    print(render(result.plan, result, cluster=cluster, model=source.name, notices=result.notices), end="")
+    print(f"\ncapture {spent['capture_s']:.1f} s, search {spent['search_s']:.1f} s")
     if options.output:
         print(f"plan written to {options.output}")
     return 0
 
 
-def _search(source: ModelSource, cluster: ClusterSpec, train: TrainSpec, pins: Pins) -> dict[str, Any]:
-    """Capture and search. `capture_s` and `search_s` exclude imports and the building of the meta model."""
-    from autopar.cost_model.search import search
-    from autopar.passes import prepare
-    from autopar.trace import trace
+def _search(source: ModelSource, cluster: ClusterSpec, train: TrainSpec, pins: Pins) -> SearchResult:
+    from autopar.api import find_plan
 
-    model, example = source.build(device="meta"), source.example()
-    start = time.perf_counter()
-    traced = prepare(trace(model, example))
-    captured = time.perf_counter()
-    result = search(traced, cluster, train, pins)
-    searched = time.perf_counter()
-    return {
-        "result": result,
-        "notices": (*traced.notices, *result.notices),
-        "capture_s": captured - start,
-        "search_s": searched - captured,
-    }
+    return find_plan(source.build(device="meta"), cluster, train, example=source.example(), pins=pins)
 
 
-def _plan_json(found: Mapping[str, Any]) -> dict[str, Any]:
-    result = found["result"]
+def _plan_json(result: SearchResult) -> dict[str, Any]:
+    spent = {key: round(result.statistics[key], 3) for key in ("capture_s", "search_s")}
     counts = {key: result.statistics[key] for key in ("variables", "constraints", "candidates", "pruned")}
     plan = result.plan.to_data()
-    return {
-        "capture_s": round(found["capture_s"], 3),
-        "search_s": round(found["search_s"], 3),
-        **counts,
-        "plan": plan,
-        "prediction": plan["prediction"],
-    }
+    return {**spent, **counts, "plan": plan, "prediction": plan["prediction"]}
 
 
 def _verify(options: argparse.Namespace) -> int:

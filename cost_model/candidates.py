@@ -98,15 +98,16 @@ def enumerate_settings(
     num_layers: int,
     pins: Pins,
     tp_is_legal: Callable[[int], bool],
+    heads: tuple[int, ...] = (),
 ) -> list[Setting]:
     """Every legal setting under the pins, cp included (the search lists cp > 1, it does not choose it).
 
-    Raises InfeasiblePlanError naming the rule or pin that leaves nothing.
+    `heads`: attention heads of the layers, named in the refusal of a pinned tp. Raises InfeasiblePlanError naming the rule or pin that leaves nothing.
     """
     legal_tp = [d for d in divisors(num_devices) if tp_is_legal(d)]
     if pins.tp is not None and pins.tp not in legal_tp:
         raise InfeasiblePlanError(
-            f"tp={pins.tp} cannot shard the attention heads or weights of this model", where="pin tp",
+            f"tp={pins.tp} cannot shard {_heads_text(heads)} of this model", where="pin tp",
             try_=f"tp one of {', '.join(map(str, legal_tp))}",
         )  # fmt: skip
     found = []
@@ -123,6 +124,11 @@ def enumerate_settings(
     if not any(s.degrees.cp == 1 for s in found):
         raise InfeasiblePlanError(*_nothing_left(num_devices, global_batch, num_layers, legal_tp, pins))
     return found
+
+
+def _heads_text(heads: tuple[int, ...]) -> str:
+    counts = f"the {' or '.join(map(str, heads))} attention heads" if heads else "the attention heads"
+    return f"{counts} or weights"
 
 
 def _settings(degrees: Degrees, global_batch: int, seq_len: int, pins: Pins) -> list[Setting]:

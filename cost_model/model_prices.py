@@ -116,6 +116,12 @@ class ModelPrices:
                 return False
         return bool(self.blocks)
 
+    def heads(self) -> tuple[int, ...]:
+        """Numbers of attention heads that occur in the layers."""
+        nodes = (n for block in self.blocks.values() for n in block.nodes)
+        attentions = (n for n in nodes if op_name(n) == "scaled_dot_product_attention")
+        return tuple(sorted({int(n.args[0].meta["shape"][1]) for n in attentions if isinstance(n.args[0], fx.Node)}))
+
     def measures(self, name: str, micro_batch: int) -> BlockMeasures:
         key = (name, micro_batch)
         if key not in self._measures:

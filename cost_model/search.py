@@ -103,7 +103,9 @@ class _Run:
         machine = Machine.of(cluster.device, cluster.stack, self.dtype)
         self.prices = ModelPrices(traced, machine, COMPUTE_DTYPES[self.precision], self.seq_len, pins.modules)
         layers, legal = len(traced.layers), self.prices.tp_is_legal
-        self.settings = enumerate_settings(cluster.num_devices, self.global_batch, self.seq_len, layers, pins, legal)
+        self.settings = enumerate_settings(
+            cluster.num_devices, self.global_batch, self.seq_len, layers, pins, legal, self.prices.heads()
+        )
         sizes = sorted({s.micro_batch for s in self.settings})
         single = {b: self.prices.single_rank_seconds(b) for b in sizes}
         self.bounds = {s: lower_bound(s, *single[s.micro_batch]) for s in self.settings}

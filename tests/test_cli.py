@@ -27,16 +27,15 @@ PLAN = Plan(
         "peak_memory_bytes": [{"parameters": 1024, "total": 1024}],
     },
 )
-STATISTICS = {"variables": 12, "constraints": 8, "candidates": 6, "pruned": 4, "search_s": 0.5}
+STATISTICS = {"variables": 12, "constraints": 8, "candidates": 6, "pruned": 4, "capture_s": 0.25, "search_s": 0.5}
 ARGUMENTS = ["plan", "--model", "llama-tiny", "--cluster", "local:4", "--global-batch", "8", "--seq-len", "16"]
 
 
 @pytest.fixture
 def found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A search that has already found PLAN, so that these tests are about the command line alone."""
-    result = SimpleNamespace(plan=PLAN, alternatives=(), statistics=STATISTICS)
-    answer = {"result": result, "notices": (), "capture_s": 0.25, "search_s": 0.5}
-    monkeypatch.setattr(cli, "_search", lambda *specs: answer)
+    result = SimpleNamespace(plan=PLAN, alternatives=(), statistics=STATISTICS, notices=())
+    monkeypatch.setattr(cli, "_search", lambda *specs: result)
 
 
 @pytest.mark.usefixtures("found")

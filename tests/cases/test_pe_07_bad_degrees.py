@@ -47,7 +47,7 @@ def test_legal_pins_pass() -> None:
     ("cluster", "pin", "says"),
     [
         # llama-tiny has 4 heads and 4 layers: both rules need the model's structure, neither its weights.
-        ("local:3", "tp=3", "tp=3 cannot shard"),
+        ("local:3", "tp=3", "tp=3 cannot shard the 4 attention heads"),
         ("local:5", "pp=5", "pp at most 4"),
     ],
 )
