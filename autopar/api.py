@@ -51,7 +51,7 @@ def find_plan(
     loss_fn: LossFn | None = None,
     pins: Pins | None = None,
 ) -> SearchResult:
-    """`plan` with everything the search knows: alternatives, statistics (`capture_s` and `search_s` exclude imports) and
+    """`plan` with all the search knows: alternatives, statistics (`capture_s` and `search_s` exclude imports) and
     notices, those of the capture included."""
     if pins is not None:
         pins.check(cluster, train or TrainSpec())

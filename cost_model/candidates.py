@@ -102,7 +102,8 @@ def enumerate_settings(
 ) -> list[Setting]:
     """Every legal setting under the pins, cp included (the search lists cp > 1, it does not choose it).
 
-    `heads`: attention heads of the layers, named in the refusal of a pinned tp. Raises InfeasiblePlanError naming the rule or pin that leaves nothing.
+    `heads`: attention heads of the layers, named in the refusal of a pinned tp.
+    Raises InfeasiblePlanError naming the rule or pin that leaves nothing.
     """
     legal_tp = [d for d in divisors(num_devices) if tp_is_legal(d)]
     if pins.tp is not None and pins.tp not in legal_tp:
