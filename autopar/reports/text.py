@@ -43,6 +43,8 @@ class Alternative(Protocol):
     @property
     def step_time_s(self) -> float | None: ...
     @property
+    def time_s(self) -> Mapping[str, float]: ...
+    @property
     def reason(self) -> str: ...
 
 
@@ -231,12 +233,13 @@ def _collective_table(collectives: Sequence[Mapping[str, Any]]) -> Table:
 
 def _alternative_table(plan: Plan, alternatives: Sequence[Alternative]) -> Table:
     chosen_s = plan.prediction.get("step_time_s")
-    table = _table(*AXES, "sp", "micro", "schedule", "checkpoint", "step", "slower", "why it loses")
+    table = _table(*AXES, "sp", "micro", "schedule", "checkpoint", "step", "slower", "idle", "why it loses")
     for other in alternatives:
-        time = slower = "-"
+        time = slower = idle = "-"
         if other.step_time_s is not None:
             time = seconds_text(other.step_time_s)
             slower = f"{100 * (other.step_time_s / chosen_s - 1):+.1f} %" if chosen_s else "-"
+            idle = percent_text(other.time_s.get("bubble", 0.0) / other.step_time_s)
         table.add_row(
             *map(str, other.degrees.shape),
             "on" if other.sp else "off",
@@ -245,6 +248,7 @@ def _alternative_table(plan: Plan, alternatives: Sequence[Alternative]) -> Table
             other.checkpoint,
             time,
             slower,
+            idle,
             other.reason,
         )
     return table

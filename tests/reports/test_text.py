@@ -73,6 +73,7 @@ RESULT = SimpleNamespace(
             schedule="1f1b",
             checkpoint="full",
             step_time_s=2.2,
+            time_s={"forward": 1.65, "bubble": 0.55},
             reason="recompute costs 0.3 s more than the bubble it saves",
         ),
         SimpleNamespace(
@@ -82,6 +83,7 @@ RESULT = SimpleNamespace(
             schedule="1f1b",
             checkpoint="full",
             step_time_s=None,
+            time_s={},
             reason="stage 0 lacks 31 GiB",
         ),
     ),

@@ -1,0 +1,111 @@
+"""Simulated schedules: the orders are torch's own, times agree with the closed forms, memory with the memory model."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.pipelining import schedules as torch_schedules
+
+from autopar.cost_model.memory import in_flight
+from autopar.cost_model.schedule_orders import rank_orders
+from autopar.cost_model.schedule_sim import StageTime, closed_form_s, simulate
+from autopar.errors import SpecError
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("micro_batches", [8, 16, 24])
+@pytest.mark.parametrize(
+    ("schedule", "virtual"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zero-bubble", 1)]
+)
+def test_equal_stages_take_what_the_closed_form_says(
+    schedule: str, virtual: int, ranks: int, micro_batches: int
+) -> None:
+    stage = StageTime(1.0, 2.0, 0.9)
+    timeline = simulate(schedule, [stage] * (ranks * virtual), micro_batches, virtual_stages=virtual)
+    assert timeline.step_s == pytest.approx(closed_form_s(schedule, stage, ranks, micro_batches, virtual), rel=0.01)
+
+
+def _torch_order(schedule: str, rank: int, ranks: int, micro_batches: int, virtual: int) -> list[str]:
+    """torch's own order for one rank; it needs no process group and no stage."""
+    cls: Any = {
+        "interleaved": torch_schedules.ScheduleInterleaved1F1B,
+        "zero-bubble": torch_schedules.ScheduleInterleavedZeroBubble,
+    }[schedule]
+    rounds = max(1, micro_batches // ranks)
+    fields = SimpleNamespace(
+        pp_group_size=ranks, n_local_stages=virtual, _n_microbatches=micro_batches,
+        microbatches_per_round=micro_batches // rounds,
+    )  # fmt: skip
+    return [str(action) for action in cls._calculate_single_rank_operations(fields, rank) if action is not None]
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zero-bubble"])
+@pytest.mark.parametrize(
+    ("ranks", "micro_batches", "virtual"), [(2, 4, 2), (4, 8, 2), (4, 8, 3), (4, 10, 2), (4, 3, 2)]
+)
+def test_orders_are_those_torch_executes(schedule: str, ranks: int, micro_batches: int, virtual: int) -> None:
+    ours = rank_orders(schedule, ranks, micro_batches, virtual)
+    for rank in range(ranks):
+        assert list(map(str, ours[rank])) == _torch_order(schedule, rank, ranks, micro_batches, virtual)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("micro_batches", [2, 4, 9])
+def test_micro_batches_in_flight_are_those_the_memory_model_counts(schedule: str, micro_batches: int) -> None:
+    timeline = simulate(schedule, [StageTime(1.0, 2.0)] * 4, micro_batches)
+    for stage in range(4):
+        # With fewer micro-batches than stages torch runs 1F1B as GPipe, which then holds no more: all of them.
+        expected = in_flight(schedule if micro_batches >= 4 else "gpipe", stage, 4, micro_batches)
+        assert timeline.peak_in_flight(stage) == expected
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    times=st.lists(st.tuples(st.floats(0.1, 2), st.floats(0.1, 4)), min_size=2, max_size=6),
+    micro_batches=st.integers(6, 12),
+    send_s=st.floats(0, 0.5),
+)
+def test_1f1b_never_takes_longer_than_the_sum_form(
+    times: list[tuple[float, float]], micro_batches: int, send_s: float
+) -> None:
+    """(m - 1) slowest + one micro-batch through all stages, a stage's sends counted with its own time."""
+    stages = [StageTime(f, b) for f, b in times]
+    whole = [f + b + 2 * send_s for f, b in times]
+    step_s = simulate("1f1b", stages, micro_batches, send_s=send_s).step_s
+    assert step_s <= (micro_batches - 1) * max(whole) + sum(whole) + 1e-9
+    assert step_s >= micro_batches * max(f + b for f, b in times) - 1e-9
+
+
+def test_sends_lie_between_the_stages() -> None:
+    free, paid = (simulate("gpipe", [StageTime(1.0, 2.0)] * 3, 1, send_s=s).step_s for s in (0.0, 0.5))
+    assert (free, paid) == (9.0, 9.0 + 4 * 0.5)
+    assert simulate("gpipe", [StageTime(1.0, 2.0)], 3, send_s=0.5).step_s == 9.0
+
+
+def test_timeline_as_text() -> None:
+    text = simulate("1f1b", [StageTime(1.0, 1.0)] * 2, 2).text(12)
+    assert text == "rank 0   0011..aa..bb\nrank 1   ..00aa11bb..\n"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages", "micro_batches", "virtual", "says"),
+    [
+        ("1f1b", 4, 8, 2, "one stage a rank"),
+        ("interleaved", 8, 11, 2, "equal rounds"),
+        ("interleaved", 7, 8, 2, "are not 2 a rank"),
+    ],
+)
+def test_impossible_schedules_are_refused(
+    schedule: str, stages: int, micro_batches: int, virtual: int, says: str
+) -> None:
+    with pytest.raises(SpecError, match=says):
+        simulate(schedule, [StageTime(1.0, 2.0)] * stages, micro_batches, virtual_stages=virtual)
+
+
+def test_a_backward_shorter_than_its_weight_half_is_refused() -> None:
+    with pytest.raises(SpecError, match="weight_s <= backward_s"):
+        StageTime(1.0, 1.0, 2.0)
