@@ -93,6 +93,11 @@ def _cut(graph: fx.Graph, parameters: Mapping[str, ParameterSpec]) -> tuple[Segm
     plan: list[tuple[str, str]] = []  # (kind, path) of each segment
     here = ("glue", "prologue")
     for position, (node, layer) in enumerate(zip(ops, members, strict=True)):
+        if node.meta["dtype"] is None and (not plan or plan[0][0] == "glue"):
+            # A size is used wherever it is needed, so it belongs to no layer: every stage computes it for itself.
+            plan = plan or [("glue", "prologue")]
+            node.meta["segment"] = 0
+            continue
         unfinished = here[0] == "layer" and last_use[_parse(here[1])] > position
         here = _next_segment(here, layer, ahead[position], unfinished)
         if not plan or plan[-1] != here:

@@ -10,6 +10,7 @@ ensures   same values at every batch and sequence; no dead nodes. PassError as f
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import fx
@@ -30,6 +31,7 @@ def canonicalize(graph_module: fx.GraphModule) -> fx.GraphModule:
         if node.op == "call_function":
             _drop_bookkeeping(graph, node)
     functionalize(graph)
+    _read_sizes_off_inputs(graph)
     for node in list(graph.nodes):
         if node.op == "call_function" and _is_no_op(node):
             node.replace_all_uses_with(_first(node))
@@ -101,6 +103,21 @@ _NO_OPS: dict[str, Callable[[fx.Node, fx.Node], bool]] = {
     "mul": _neutral(1),
     "lift_fresh": lambda node, x: True,
 }
+
+
+def _read_sizes_off_inputs(graph: fx.Graph) -> None:
+    """Read sizes of activations off the inputs they come from: no activation has to be at hand for a size."""
+    known: dict[Any, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op == "placeholder":
+            for dim, size in enumerate(node.meta["shape"]):
+                if not isinstance(size, int) and size not in known:
+                    with graph.inserting_after(node):
+                        known[size] = graph.call_function(aten.sym_size.int, (node, dim))
+                    known[size].meta = {"size": size, "shape": None, "dtype": None, "path": ""}
+        elif node.target is aten.sym_size.int and node.meta.get("size") in known:
+            node.replace_all_uses_with(known[node.meta["size"]])
+            graph.erase_node(node)
 
 
 def _rename(node: fx.Node) -> None:

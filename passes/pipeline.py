@@ -1,8 +1,8 @@
 """The passes in order: a traced model and a plan in, the stages that run out.
 
 prepare (canonicalize, fold_masks)            once, before the search
-sum_loss > context_parallel > shard_parameters > insert_collectives > localize_shapes > outline_blocks >
-checkpoint_blocks > split_stages
+sum_loss > context_parallel > shard_parameters > insert_collectives > localize_shapes > native_gqa >
+outline_blocks > checkpoint_blocks > split_stages
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from autopar.passes.context_parallel import context_parallel
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.invariants import check_invariants
 from autopar.passes.localize_shapes import localize_shapes
+from autopar.passes.native_gqa import native_gqa
 from autopar.passes.outline_blocks import outline_blocks
 from autopar.passes.prepare import copy_graph
 from autopar.passes.shard_parameters import shard_parameters
@@ -36,6 +37,7 @@ PASSES: tuple[tuple[str, Rewrite], ...] = (
     ("shard_parameters", shard_parameters),
     ("insert_collectives", lambda traced, plan: insert_collectives(traced.graph_module)),
     ("localize_shapes", lambda traced, plan: localize_shapes(traced.graph_module, plan.degrees.tp)),
+    ("native_gqa", lambda traced, plan: native_gqa(traced.graph_module)),
     ("outline_blocks", lambda traced, plan: outline_blocks(traced.graph_module, traced.segments)),
     ("checkpoint_blocks", lambda traced, plan: checkpoint_blocks(traced.graph_module, plan)),
 )

@@ -35,14 +35,17 @@ KINDS = ("ring", "all-gather", "all-to-all")
 def context_attention(
     q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: float | None = None, kind: str = "ring", group: str
 ) -> Tensor:
-    """Attention of this rank's queries [b, h, s/n, d] to the keys of all ranks; result [b, h, s/n, d].
+    """Attention of this rank's queries [b, h, s/n, d] to the keys [b, g, s/n, d] of all ranks; result [b, h, s/n, d].
+
+    Key/value heads may be fewer (h / g query heads share one); they travel as they are.
 
     Causal sequences lie in zigzag order, others in their own. Raises ValueError for an unknown kind, or heads that
     all-to-all cannot share out.
     """
     process_group = resolve_group(group)
     if process_group.size() == 1:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale)
+        grouped = k.shape[1] != q.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=grouped)
     if kind == "all-to-all":
         return _all_to_all(q, k, v, is_causal, scale, process_group)
     if kind not in KINDS:
@@ -214,7 +217,8 @@ def _all_to_all(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | No
         if heads % ranks:
             raise ValueError(f"{heads} {name} heads do not divide over {ranks} ranks; use ring or all-gather")
     whole_q, whole_k, whole_v = (_Exchange.apply(x, True, causal, group) for x in (q, k, v))
-    out = F.scaled_dot_product_attention(whole_q, whole_k, whole_v, is_causal=causal, scale=scale)
+    grouped = k.shape[1] != q.shape[1]
+    out = F.scaled_dot_product_attention(whole_q, whole_k, whole_v, is_causal=causal, scale=scale, enable_gqa=grouped)
     result: Tensor = _Exchange.apply(out, False, causal, group)
     return result
 

@@ -15,10 +15,11 @@ aten = torch.ops.aten
 
 
 def block_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
-    """Attention of q [b, h, s, d] to k, v [b, h, t, d]: output [b, h, s, d] and log-sum-exp [b, h, s] (fp32 or fp64).
+    """Attention of q [b, h, s, d] to k, v [b, g, t, d]: output [b, h, s, d] and log-sum-exp [b, h, s] (fp32 or fp64).
 
-    `causal` aligns the first query with the first key and needs s = t.
+    h / g query heads share a key/value head. `causal` aligns the first query with the first key and needs s = t.
     """
+    k, v = _repeated(k, q), _repeated(v, q)
     if q.device.type == "cpu":
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
         return out, lse
@@ -34,6 +35,25 @@ def block_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k, v that one block of keys contributes; `out` and `lse` are those of the whole rows."""
+    groups = k.shape[1]
+    k, v = _repeated(k, q), _repeated(v, q)
+    dq, dk, dv = _backward(grad, q, k, v, out, lse, causal, scale)
+    return dq, _summed(dk, groups), _summed(dv, groups)
+
+
+def _repeated(x: Tensor, q: Tensor) -> Tensor:
+    """Each key/value head once for every query head that reads it."""
+    times = q.shape[1] // x.shape[1]
+    return x.repeat_interleave(times, 1) if times > 1 else x
+
+
+def _summed(x: Tensor, groups: int) -> Tensor:
+    return x.unflatten(1, (groups, -1)).sum(2) if x.shape[1] != groups else x
+
+
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
     if q.device.type == "cpu":
         backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
         dq, dk, dv = backward(grad, q, k, v, out, lse, 0.0, causal, scale=scale)

@@ -168,7 +168,7 @@ class ParallelModule(nn.Module):
         return signature.bind(batch if isinstance(batch, list | tuple) else (batch,), {})
 
     def _padded(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Sequences that cut into 2 cp chunks. What is added at the end has no label and is not seen by causal tokens."""
+        """Sequences that cut into 2 cp chunks; what is added has no label and is not seen by causal tokens."""
         chunks = 2 * self.world.size("cp")
         lengths = {s.name: inputs[s.name].shape[s.seq_dim] for s in self.traced.inputs if s.seq_dim is not None}
         if chunks == 2 or all(length % chunks == 0 for length in lengths.values()):

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import fx
+from torch import fx, nn
 
 from autopar.errors import PassError, PlanMismatchError
 from autopar.ir import TracedModel
@@ -17,9 +17,10 @@ from autopar.passes.fold_masks import fold_masks
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.invariants import check_invariants
 from autopar.passes.localize_shapes import localize_shapes
+from autopar.passes.native_gqa import native_gqa
 from autopar.passes.outline_blocks import outline_blocks
 from autopar.passes.pipeline import apply
-from autopar.passes.prepare import copy_graph
+from autopar.passes.prepare import copy_graph, prepare
 from autopar.passes.shard_parameters import shard_parameters
 from autopar.passes.split_stages import split_stages
 from autopar.passes.token_loss import sum_loss
@@ -159,3 +160,41 @@ def test_each_pass_can_show_its_diff() -> None:
     shown: list[str] = []
     apply(small_traced(), small_plan(), show=shown.append)
     assert any("+%convert [batch, seq, 8] R = convert(%vocab_parallel_embedding, P, R, group=tp)" in s for s in shown)
+
+
+class _Grouped(nn.Module):
+    """Two key/value heads for four query heads, repeated by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([_GroupedLayer()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.mean()
+
+
+class _GroupedLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(8, 4), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, s, _ = x.shape
+        q = self.q(x).view(b, s, 4, 2).transpose(1, 2)
+        k, v = (p(x).view(b, s, 2, 2).transpose(1, 2) for p in (self.k, self.v))
+        k, v = (t[:, :, None].expand(b, 2, 2, s, 2).reshape(b, 4, s, 2) for t in (k, v))
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        z: torch.Tensor = x + self.o(y.transpose(1, 2).reshape(b, s, 8))
+        return z
+
+
+def test_native_gqa(golden: Golden) -> None:
+    model = _Grouped().double()
+    x = torch.rand(4, 6, 8, dtype=torch.float64)
+    traced = prepare(trace(model, {"x": x}))
+    wanted = traced.graph_module(x)[0]
+    graph_module = native_gqa(copy_graph(traced.graph_module))
+    golden("passes/native_gqa", format_graph(graph_module.graph))
+    torch.testing.assert_close(graph_module(x)[0], wanted, rtol=1e-13, atol=1e-13)

@@ -1,0 +1,57 @@
+"""Let the attention kernel repeat key/value heads itself.
+
+before    k and v [b, kv, s, d] unsqueezed, expanded and reshaped to all heads, because capture cannot know the kernel
+after     `scaled_dot_product_attention(.., enable_gqa=True)` on k and v as they are
+requires  localize_shapes: the pattern is read on local shapes, after the heads were sharded
+ensures   same values; the repeated heads are neither copied nor kept for backward
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from autopar.blocks import op_name
+from autopar.runtime.attention import context_attention
+
+__all__ = ["native_gqa"]
+
+_ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+
+
+def native_gqa(graph_module: fx.GraphModule) -> fx.GraphModule:
+    """Rewrite `graph_module` in place and return it."""
+    for node in list(graph_module.graph.nodes):
+        over_ranks = node.target is context_attention
+        if over_ranks or (node.target is _ATTENTION and _has_no_mask(node)):
+            k, v = _before_repeat(node.args[1]), _before_repeat(node.args[2])
+            if k is not None and v is not None:
+                node.args = (node.args[0], k, v, *node.args[3:])
+                if not over_ranks:
+                    node.kwargs = {**node.kwargs, "enable_gqa": True}
+                node.meta["wants"] = (node.meta.get("wants") or (None,) * 3)[:3]
+    graph_module.graph.eliminate_dead_code(lambda n: n.op in ("placeholder", "output"))
+    graph_module.recompile()
+    return graph_module
+
+
+def _has_no_mask(node: fx.Node) -> bool:
+    return (node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")) is None
+
+
+def _before_repeat(repeated: object) -> fx.Node | None:
+    """x if `repeated` is reshape(expand(unsqueeze(x, 2))) with every head repeated in place, else None."""
+    merged = repeated if isinstance(repeated, fx.Node) and op_name(repeated) == "reshape" else None
+    widened = merged.args[0] if merged is not None else None
+    if not (isinstance(widened, fx.Node) and op_name(widened) == "expand" and len(widened.meta["shape"]) == 5):
+        return None
+    opened = widened.args[0]
+    if not (isinstance(opened, fx.Node) and op_name(opened) == "unsqueeze" and opened.args[1] == 2):
+        return None
+    x = opened.args[0]
+    assert isinstance(x, fx.Node)
+    b, heads, times, s, d = widened.meta["shape"]
+    same = (
+        x.meta["shape"] == (b, heads, s, d) and merged is not None and merged.meta["shape"] == (b, heads * times, s, d)
+    )
+    return x if same else None
