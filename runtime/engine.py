@@ -6,6 +6,8 @@ over micro-batches and dp ranks once, before backward, and every gradient reduct
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch import Tensor, fx, nn
 from autopar.errors import AutoparError, SpecError
 from autopar.ir import StageGraph, TracedModel
 from autopar.plan import Plan
+from autopar.runtime.grad_norm import GradientNorm
 from autopar.runtime.limits import refuse_unbuilt
 from autopar.runtime.outputs import WholeForward
 from autopar.runtime.pipeline import PipelineRunner
@@ -74,6 +77,7 @@ class ParallelModule(nn.Module):
             bucket_bytes=bucket_bytes,
             overlap=overlap,
         )
+        self._norm = GradientNorm(self._state, self.world)
         self._pipeline = self._new_pipeline()
 
     def step(self, batch: Any, *, local: bool = False) -> Tensor:
@@ -115,6 +119,16 @@ class ParallelModule(nn.Module):
         """
         return cls([p for p in self.parameters() if p.requires_grad], **options)
 
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """What `torch.nn.utils.clip_grad_norm_` does to a plain model. Collective.
+
+        Returns the norm of all gradients, 0-d, fp64, the same on every rank; they are scaled if it exceeds `max_norm`.
+
+        With `error_if_nonfinite` an AutoparError names the parameters and ranks at fault. Raises SpecError unless
+        `norm_type` is positive or inf.
+        """
+        return self._norm.clip(max_norm, norm_type, error_if_nonfinite)
+
     def report(self) -> str:
         """What was chosen, why, what it beat and what it will cost, as text."""
         return self.plan.dumps() if self._report is None else self._report()
@@ -134,6 +148,20 @@ class ParallelModule(nn.Module):
         """This rank's parameters (local slices) under original names, in the order of the user's model."""
         dot = f"{prefix}." if prefix else ""
         return ((dot + name, p) for name, p in self._state.named_parameters())
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """As `named_parameters`. Raises AutoparError when torch's clip_grad_norm_ takes them.
+
+        It would clip each rank by the norm of what that rank holds.
+        """
+        for _, parameter in self._state.named_parameters():
+            if not self.world.alone and sys._getframe(1).f_code in _CLIPPING:
+                raise AutoparError(
+                    "clip_grad_norm_ of torch sees this rank's slices only",
+                    where="torch.nn.utils",
+                    try_="pm.clip_grad_norm_(max_norm, norm_type), the norm of the whole model",
+                )
+            yield parameter
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:  # type: ignore[override]
         """Whole tensors under the names of the user's own state_dict. Collective."""
@@ -266,6 +294,10 @@ class ParallelModule(nn.Module):
             group=group,
             loss=self._scaled_loss,
         )
+
+
+# The code that iterates over parameters in torch.nn.utils.clip_grad_norm_ and its relatives, under their decorators.
+_CLIPPING = tuple(inspect.unwrap(f).__code__ for f in (nn.utils.clip_grad_norm_, nn.utils.clip_grads_with_norm_))
 
 
 def _is_attention(node: fx.Node) -> bool:

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from autopar.placement import Placement
 
-__all__ = ["assemble", "join_shards", "local_shape", "local_slice", "split_shards"]
+__all__ = ["assemble", "join_shards", "local_part", "local_shape", "local_slice", "split_shards"]
 
 
 def local_shape(shape: Sequence[int], placement: Placement, n: int) -> tuple[int, ...]:
@@ -18,6 +19,11 @@ def local_shape(shape: Sequence[int], placement: Placement, n: int) -> tuple[int
         return tuple(shape)
     _check_divides(shape, placement, n)
     return tuple(size // n if dim == placement.dim else size for dim, size in enumerate(shape))
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """The plain tensor this rank holds of one that may be sharded over data-parallel ranks; shares its storage."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def local_slice(tensor: Tensor, placement: Placement, index: int, n: int) -> Tensor:

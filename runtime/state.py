@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError
 from autopar.ir import ParameterShard, StageGraph
@@ -59,6 +60,13 @@ class LocalState:
     def holders(self, name: str) -> list[int]:
         """Stages that hold a parameter."""
         return [s.index for s in self._stages if any(shard.name == name for shard in s.parameters.values())]
+
+    def counts_here(self, name: str) -> bool:
+        """Whether this rank's part of a parameter is the one of its equal copies that global sums count."""
+        position, shard = self._world.position, self.shards[name]
+        first = {axis: position[axis] == 0 for axis in ("dp", "cp", "tp")}
+        data = isinstance(self.parameters[name], DTensor) or (first["dp"] and first["cp"])
+        return data and (first["tp"] or shard.placement.is_shard) and self.holders(name)[0] == position["pp"]
 
     def gather(self, local: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
         """Whole tensors on every rank, of values that lie like this rank's parameters (same names). Collective."""

@@ -170,7 +170,12 @@ def _shards(module: nn.Module, model: HandModel, tp: int) -> dict[str, Parameter
                 "S(0)" if name.endswith(_COLUMN) or name == "embed.weight" else "S(1)" if name.endswith(_ROW) else "R"
             )
         shards[path] = ParameterShard(
-            name, parse_placement(text), tuple(p.shape), p.dtype, p.requires_grad, grad_partial=tp > 1 and text == "R"
+            name,
+            parse_placement(text),
+            tuple(p.shape),
+            p.dtype,
+            p.requires_grad,
+            grad_partial=("tp",) if tp > 1 and text == "R" else (),
         )
     return shards
 
