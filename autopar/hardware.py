@@ -7,13 +7,14 @@ measured device.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autopar.errors import SpecError, nearest
 from autopar.specs import ClusterSpec, DeviceSpec, LinkSpec
 
-__all__ = ["DEVICES", "NODES", "NodePreset", "preset"]
+__all__ = ["DEVICES", "NODES", "NodePreset", "generation_of", "preset"]
 
 MIB = 1 << 20
 CUDA_RESERVED_BYTES = 4 << 30
@@ -85,6 +86,40 @@ DEVICES: Mapping[str, DeviceSpec] = {
         memory_efficiency=0.85,
         reserved_bytes=CUDA_RESERVED_BYTES,
     ),
+    "gb200": DeviceSpec(
+        name="GB200-186GB",
+        memory_bytes=189471 * MIB,  # nvidia-smi total
+        # GB200 NVL72 data sheet divided by 72, dense
+        flops={"fp64": 40e12, "fp32": 80e12, "bf16": 2500e12, "fp16": 2500e12, "fp8": 5000e12},
+        memory_bandwidth=8.0e12,
+        matmul_efficiency=0.68,
+        attention_efficiency=0.45,
+        memory_efficiency=0.85,
+        reserved_bytes=CUDA_RESERVED_BYTES,
+        power_derate=0.82,  # 1200 W a module against 1400 W of the GB300: fitted on published runs of both
+    ),
+    "gb300": DeviceSpec(
+        name="GB300-288GB",
+        memory_bytes=288 * 1000**3,
+        # GB300 NVL72 data sheet divided by 72, dense; the fp64 units were given up
+        flops={"fp64": 1.3e12, "fp32": 80e12, "bf16": 2500e12, "fp16": 2500e12, "fp8": 5000e12},
+        memory_bandwidth=8.0e12,
+        matmul_efficiency=0.68,
+        attention_efficiency=0.45,
+        memory_efficiency=0.85,
+        reserved_bytes=CUDA_RESERVED_BYTES,
+    ),
+    "h100-500w": DeviceSpec(
+        name="H100-96GB-HBM2e-500W",
+        memory_bytes=97871 * MIB,  # nvidia-smi total
+        flops={"fp64": 66.9e12, "fp32": 66.9e12, "bf16": 989.4e12, "fp16": 989.4e12, "fp8": 1978.9e12},
+        memory_bandwidth=2.4e12,  # HBM2e, stated by its users
+        matmul_efficiency=0.71,
+        attention_efficiency=0.55,
+        memory_efficiency=0.85,
+        reserved_bytes=CUDA_RESERVED_BYTES,
+        power_derate=0.78,  # 500 W against 700 W: fitted on published runs
+    ),
     "cpu": DeviceSpec(
         name="local process",
         kind="cpu",
@@ -100,6 +135,23 @@ DEVICES: Mapping[str, DeviceSpec] = {
         reserved_bytes=256 << 20,  # an interpreter with torch loaded
     ),
 }
+
+
+_GENERATIONS = {"V100": "volta", "A100": "ampere", "H100": "hopper", "H200": "hopper", "B200": "blackwell",
+                "GB200": "blackwell", "GB300": "blackwell"}  # fmt: skip
+
+
+def generation_of(device: DeviceSpec) -> str:
+    """Device generation, whose constants of the cost model hold. A GPU of unknown name counts to the generation whose
+    16-bit peak is nearest."""
+    if device.kind == "cpu":
+        return "cpu"
+    model = device.name.partition("-")[0]
+    if model in _GENERATIONS:
+        return _GENERATIONS[model]
+    peak = max(device.flops.get(dtype, 0.0) for dtype in ("bf16", "fp16", "fp32"))
+    peaks = {"volta": 125e12, "ampere": 312e12, "hopper": 989e12, "blackwell": 2250e12}
+    return min(peaks, key=lambda name: abs(math.log(peaks[name] / peak)))
 
 
 @dataclass(frozen=True, kw_only=True)

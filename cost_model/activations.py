@@ -45,9 +45,26 @@ class KeptTensor:
     tag: str = ""
 
 
-def kept_tensors(nodes: list[fx.Node], sizes: ElementSizes) -> list[KeptTensor]:
-    """Everything kept by the given nodes; storages may repeat (see `local_bytes`)."""
-    return [kept for node in nodes if node.meta.get("grad") for kept in _kept(node, sizes)]
+def kept_tensors(nodes: list[fx.Node], sizes: ElementSizes, *, fused: bool = False) -> list[KeptTensor]:
+    """Everything kept by the given nodes; storages may repeat (see `local_bytes`).
+
+    fused: norms and gated activations are kernels of their own (Transformer Engine) that keep their inputs and
+    recompute the rest; rotary keeps nothing that grows with the batch.
+    """
+    rule = _kept_fused if fused else _kept
+    return [kept for node in nodes if node.meta.get("grad") for kept in rule(node, sizes)]
+
+
+def _kept_fused(node: fx.Node, sizes: ElementSizes) -> list[KeptTensor]:
+    if op_name(node) == "rms_norm":
+        x = node.all_input_nodes[0]
+        return [_input(node, x, sizes), _own(node, _rows(x), 4, "1/rms")]
+    kept = _kept(node, sizes)
+    if op_name(node) == "mul":
+        kept = [k for k in kept if op_name(k.root) not in _KEEP_INPUT and len(k.root.meta["shape"]) > 2]
+        if any(op_name(n) == "cat" or op_name(n) == "cos" for n in node.all_input_nodes):
+            return []
+    return kept
 
 
 def _kept(node: fx.Node, sizes: ElementSizes) -> list[KeptTensor]:
@@ -167,8 +184,11 @@ def local_bytes(
     strategies: Mapping[fx.Node, tuple[tuple[Placement | None, ...], Placement]],
     tp: int,
     parameters: frozenset[str] = frozenset(),
+    *,
+    gathers_again: bool = False,
 ) -> float:
-    """Bytes of distinct storages on one rank. `strategies` gives (inputs, output) placements; a node that has none is
+    """Bytes of distinct storages on one rank. gathers_again: a gathered input is kept as its shard and gathered anew in
+    the backward (Megatron's sequence parallel). `strategies` gives (inputs, output) placements; a node that has none is
     replicated. `elements` are the evaluated `KeptTensor.elements`."""
     storages: dict[tuple[fx.Node, str], float] = {}
     for tensor in kept:
@@ -181,7 +201,8 @@ def local_bytes(
             wanted = strategies[tensor.keeper][0][tensor.slot] if tensor.keeper in strategies else None
             source = tensor.keeper.all_input_nodes[tensor.slot]
             carried = strategies[source][1] if source in strategies else None
-            if wanted is not None and carried is not None and _makes_storage(carried, wanted):
+            again = gathers_again and carried is not None and carried.is_shard
+            if wanted is not None and carried is not None and _makes_storage(carried, wanted) and not again:
                 key, shard = f"as {wanted}", wanted
         elif tensor.tag == "log_probs" and tensor.keeper in strategies:
             shard = strategies[tensor.keeper][0][0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from torch import fx
 
@@ -12,16 +13,33 @@ from autopar.cost_model.block_measures import BlockMeasures
 from autopar.cost_model.block_problem import (
     NodeStrategy,
     border_placement,
-    inner_communication_s,
+    inner_reductions,
     is_weight,
     leaving_placement,
 )
-from autopar.cost_model.comm_cost import GroupCost
-from autopar.cost_model.compute import Machine
+from autopar.cost_model.comm_cost import LOCAL_KINDS, GroupCost
+from autopar.cost_model.compute import Machine, local_kernels
+from autopar.cost_model.kernels import Kernels
 from autopar.ir import TracedModel
 from autopar.placement import CONVERSIONS, REPLICATE, Placement
 
-__all__ = ["LayoutPrice", "price_layout", "replicated"]
+__all__ = ["BlockWork", "LayoutPrice", "block_work", "price_layout", "price_work", "replicated"]
+
+
+@dataclass(frozen=True, eq=False)
+class BlockWork:
+    """What a block does on one rank under a layout, before any rate is known; one micro-batch.
+
+    forward, backward  kernels at local shapes
+    collectives        (kind, whole-tensor bytes, 0 forward | 1 backward | 2 once a step)
+    """
+
+    forward: Kernels
+    backward: Kernels
+    collectives: tuple[tuple[str, float, int], ...]
+    saved_bytes: float
+    working_bytes: float
+    strategies: Mapping[fx.Node, NodeStrategy] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True)
@@ -64,36 +82,60 @@ def price_layout(
     sequence_sharding: bool,
 ) -> LayoutPrice:
     """Time and bytes of `nodes` under `layout` (which may cover more nodes: sources in other blocks)."""
-    times, comm, step_s = [0.0, 0.0], [0.0, 0.0], 0.0
-    flops, working = [0.0, 0.0], 0.0
+    work = block_work(traced, nodes, layout, measures, tp=group.size, sequence_sharding=sequence_sharding)
+    return price_work(work, machine, group)
+
+
+@lru_cache(maxsize=4096)
+def price_work(work: BlockWork, machine: Machine, group: GroupCost) -> LayoutPrice:
+    """Seconds of a block's work on a machine and a tp group."""
+    comm = [0.0, 0.0, 0.0]
+    moved = []
+    for kind, whole_bytes, when in work.collectives:
+        seconds = group.seconds(kind, whole_bytes)
+        comm[when] += seconds
+        if seconds and when < 2:
+            moved.append((kind, whole_bytes))
+    return LayoutPrice(
+        float(machine.seconds(work.forward).sum()), float(machine.seconds(work.backward).sum()), *comm,
+        work.saved_bytes, work.working_bytes, work.forward.flops, work.backward.flops, tuple(moved), work.strategies,
+    )  # fmt: skip
+
+
+def block_work(
+    traced: TracedModel,
+    nodes: Sequence[fx.Node],
+    layout: Mapping[fx.Node, NodeStrategy],
+    measures: BlockMeasures,
+    *,
+    tp: int,
+    sequence_sharding: bool,
+    gathers_again: bool = False,
+) -> BlockWork:
+    """Kernels, collectives and bytes of `nodes` under `layout` over `tp` ranks."""
+    kernels, collectives, working = [], [], 0.0
     chosen = set(nodes)
     for node in nodes:
         if node.op != "call_function" or node not in measures.sizes or node not in layout:
             continue
-        op, strategy = measures.sizes[node], layout[node]
-        for i, seconds in enumerate(machine.seconds(op, *strategy, group.size)):
-            times[i] += seconds
-        comm[0] += inner_communication_s(node, strategy, measures, group)
-        share = group.size if any(p is not None and p.is_shard for p in (*strategy[0], strategy[1])) else 1
-        flops[0] += op.forward_flops / share
-        flops[1] += op.backward_flops / share
-        working = max(working, _touched_bytes(node, strategy, measures, group.size))
-    collectives = []
+        strategy = layout[node]
+        kernels += local_kernels(measures.sizes[node], *strategy, tp)
+        collectives += [("all_reduce", whole, 0) for whole in inner_reductions(node, strategy, measures)]
+        working = max(working, _touched_bytes(node, strategy, measures, tp))
     for source, have, wanted in _conversions(traced, nodes, layout, sequence_sharding):
         kinds = CONVERSIONS[have.kind, wanted.kind]
         for i, kind in enumerate(kinds if source.meta.get("grad") else kinds[:1]):
-            seconds = group.seconds(kind, measures.tensor_bytes[source])
-            if seconds and i == 1 and is_weight(source):
-                step_s += seconds
-            elif seconds:
-                comm[i] += seconds
-                collectives.append((kind, measures.tensor_bytes[source]))
+            if kind not in LOCAL_KINDS and tp > 1:
+                when = 2 if i == 1 and is_weight(source) else i
+                collectives.append((kind, measures.tensor_bytes[source], when))
     saved = local_bytes(
-        [k for k in measures.kept if k.keeper in chosen], measures.kept_elements, layout, group.size,
-        frozenset(traced.parameters),
+        [k for k in measures.kept if k.keeper in chosen], measures.kept_elements, layout, tp,
+        frozenset(traced.parameters), gathers_again=gathers_again,
     )  # fmt: skip
-    return LayoutPrice(times[0], times[1], comm[0], comm[1], step_s, saved, working, flops[0], flops[1],
-                       tuple(collectives), {n: layout[n] for n in nodes if n in layout})  # fmt: skip
+    return BlockWork(
+        Kernels(k for k in kernels if not k.backward), Kernels(k for k in kernels if k.backward), tuple(collectives),
+        saved, working, {n: layout[n] for n in nodes if n in layout},
+    )  # fmt: skip
 
 
 def _conversions(

@@ -31,11 +31,13 @@ class BlockMeasures:
 class BlockFormulas:
     """Formulas of the nodes of a block (call_function, get_attr and placeholder nodes)."""
 
-    def __init__(self, traced: TracedModel, nodes: Sequence[fx.Node], sizes: ElementSizes) -> None:
+    def __init__(
+        self, traced: TracedModel, nodes: Sequence[fx.Node], sizes: ElementSizes, *, fused: bool = False
+    ) -> None:
         symbols = (traced.batch, traced.seq)
         ops = [n for n in nodes if n.op == "call_function"]
         self._ops = ComputePrices([n for n in ops if n.meta.get("dtype") is not None], sizes, *symbols)
-        self._kept = kept_tensors(ops, sizes)
+        self._kept = kept_tensors(ops, sizes, fused=fused)
         tensors = dict.fromkeys(n for op in nodes for n in (*op.all_input_nodes, op) if n.meta.get("dtype") is not None)
         self._tensors = list(tensors)
         bytes_ = [numel(n.meta["shape"]) * sizes.of(n.meta["dtype"]) for n in self._tensors]

@@ -18,7 +18,7 @@ from autopar.cost_model.block_ilp import BlockNode, BlockProblem, BlockSolution,
 from autopar.cost_model.block_measures import BlockMeasures
 from autopar.cost_model.block_reduce import reduce_block
 from autopar.cost_model.comm_cost import GroupCost
-from autopar.cost_model.compute import Machine
+from autopar.cost_model.compute import Machine, local_kernels
 from autopar.cost_model.op_facts import storage_root
 from autopar.ir import Shape, TracedModel
 from autopar.placement import CONVERSIONS, REPLICATE, Placement, Shard
@@ -27,7 +27,7 @@ __all__ = [
     "Block",
     "NodeStrategy",
     "border_placement",
-    "inner_communication_s",
+    "inner_reductions",
     "is_weight",
     "leaving_placement",
     "solve_layout",
@@ -236,16 +236,18 @@ def _own_us(
 ) -> float:
     if node.op != "call_function" or node not in measures.sizes:
         return 0.0
-    forward, backward = machine.seconds(measures.sizes[node], *strategy, group.size)
-    return (forward + backward + inner_communication_s(node, strategy, measures, group)) * 1e6
+    kernels = local_kernels(measures.sizes[node], *strategy, group.size)
+    reductions = inner_reductions(node, strategy, measures)
+    seconds = sum(machine.kernel_s(kernel) for kernel in kernels)
+    return (seconds + sum(group.seconds("all_reduce", whole) for whole in reductions)) * 1e6
 
 
-def inner_communication_s(node: fx.Node, strategy: NodeStrategy, measures: BlockMeasures, group: GroupCost) -> float:
-    """Communication inside an op: the vocabulary-parallel loss reduces three fp32 numbers a token."""
+def inner_reductions(node: fx.Node, strategy: NodeStrategy, measures: BlockMeasures) -> tuple[float, ...]:
+    """Bytes of the all-reduces inside an op: the vocabulary-parallel loss reduces three fp32 numbers a token."""
     first = strategy[0][0] if strategy[0] else None
     if "cross_entropy" in op_name(node) and first is not None and first.is_shard and not strategy[1].is_partial:
-        return 3 * group.seconds("all_reduce", 4 * measures.tokens)
-    return 0.0
+        return (4 * measures.tokens,) * 3
+    return ()
 
 
 def is_weight(node: fx.Node) -> bool:

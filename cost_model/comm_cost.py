@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from autopar.mesh import Degrees
 from autopar.specs import ClusterSpec
 
-__all__ = ["GroupCost", "group_cost"]
+__all__ = ["LOCAL_KINDS", "GroupCost", "group_cost"]
 
-_LOCAL = frozenset({"none", "slice", "pad", "keep_first"})
+LOCAL_KINDS = frozenset({"none", "slice", "pad", "keep_first"})
 """Parts of a conversion that move nothing."""
 
 
@@ -32,7 +32,7 @@ class GroupCost:
 
     def seconds(self, kind: str, whole_bytes: float) -> float:
         """`kind` is a collective of `autopar.placement.CONVERSIONS`, or "send" (whole_bytes over one hop)."""
-        if self.size == 1 or kind in _LOCAL:
+        if self.size == 1 or kind in LOCAL_KINDS:
             return 0.0
         n = self.size
         if kind == "all_reduce":

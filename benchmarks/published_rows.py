@@ -1,0 +1,230 @@
+"""Published measurements as inputs of the cost model: a row's model shape, cluster, layout and declared stack.
+
+A row is one JSON object with the columns described in docs/cost_model.md. What it does not state is assumed here, in one
+place, and listed in `assumed`.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from reference_models import BlockShape
+
+import autopar.cost_model
+from autopar.cost_model.run_price import RunLayout, StackTraits, stage_layers
+from autopar.errors import SpecError
+from autopar.hardware import DEVICES
+from autopar.mesh import Degrees
+from autopar.plan import Plan
+from autopar.specs import ClusterSpec, LinkSpec, StackSpec
+
+__all__ = ["Run", "as_run", "read_rows"]
+
+Row = Mapping[str, Any]
+
+DEVICE_OF = {
+    "A100-80G-SXM": "a100-80g", "A100-40G-SXM": "a100-40g", "A100": "a100-80g", "H100-80G-SXM": "h100",
+    "H100-96G-HBM2e-500W": "h100-500w", "B200-180G": "b200", "GB200-186G": "gb200", "GB300-288G": "gb300",
+    "V100-16G": "v100-32g",
+}  # fmt: skip
+
+NVLINK_BYTES_PER_S = {"volta": 150e9, "ampere": 300e9, "hopper": 450e9, "blackwell": 900e9}
+NVLINK_DOMAIN = {"GB200-186G": 72, "GB300-288G": 72}
+NIC_BYTES_PER_S = {"a100-80g": 25e9, "a100-40g": 25e9, "h100": 50e9, "h100-500w": 50e9, "b200": 50e9, "gb200": 50e9,
+                   "gb300": 100e9, "v100-32g": 3.125e9}  # fmt: skip
+NETWORKS = {  # text of the row -> (in-node bytes/s, network bytes/s) a device; None: as the device's usual node
+    # No switch inside those nodes, few links a pair: three of them serve a ring of eight.
+    "NVLink in node; 4 OmniPath links per 8-GPU node": (75e9, 6.25e9),
+    "800 Gb/s per node, 150 GB/s in node (their simulator setting)": (None, 12.5e9),
+    "1600 Gb/s RoCE per node": (None, 25e9),
+    "4x100 Gb/s RoCE per node": (None, 6.25e9),
+}
+
+_FP8 = {"fp8": None, "mxfp8": "mxfp8", "nvfp4": "nvfp4", "fp8-cs": "fp8", "fp8 linears": "fp8",
+        "fp8 tensorwise": "fp8", "fp8 rowwise": "fp8_rowwise"}  # fmt: skip
+_RECOMPUTE = {"none": "none", "full": "full", "selective (attention core)": "selective", "op-SAC": "op"}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A row, ready to be priced."""
+
+    row: Row
+    shape: BlockShape
+    cluster: ClusterSpec
+    layout: RunLayout
+    traits: StackTraits
+    plan: Plan
+    assumed: tuple[str, ...]
+
+    @property
+    def id(self) -> str:
+        return str(self.row["id"])
+
+    @property
+    def source(self) -> str:
+        return str(self.row["source_id"])
+
+    @property
+    def device_kind(self) -> str:
+        return DEVICE_OF[self.row["gpu"]]
+
+    @property
+    def device_bytes(self) -> int:
+        return self.cluster.device.memory_bytes
+
+    @property
+    def mem_kind(self) -> str:
+        """allocated, reserved or device (what nvidia-smi shows)."""
+        text = str(self.row.get("mem_kind") or "")
+        return "device" if "nvidia-smi" in text else "reserved" if "reserved" in text else "allocated"
+
+    @property
+    def peak_bytes(self) -> float:
+        return float(self.row["peak_mem_gib"]) * 2**30
+
+    @property
+    def step_s(self) -> float | None:
+        return self.row["step_time_s"]
+
+
+def read_rows(path: Path) -> list[Row]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+
+
+def as_run(row: Row) -> Run:
+    """Raises SpecError with the reason if the row lacks something a price needs."""
+    needed = ("layers", "hidden", "heads", "ffn", "vocab", "seq", "gpu", "n_gpus", "tp", "pp", "dp", "mbs", "gbs")
+    missing = [name for name in needed if row.get(name) is None]
+    if missing:
+        raise SpecError(f"not stated: {', '.join(missing)}", where=str(row.get("id")))
+    if row["gpu"] not in DEVICE_OF:
+        raise SpecError(f"unknown device {row['gpu']!r}: it needs peak flops, memory, bandwidths", where=str(row["id"]))
+    if (row.get("ep") or 1) > 1:
+        raise SpecError("expert parallelism is not modelled", where=str(row["id"]))
+    assumed: list[str] = []
+    traits = _traits(row, assumed)
+    shape, cluster = _shape(row, assumed), _cluster(row, traits)
+    layout = _layout(row, traits, assumed)
+    return Run(row, shape, cluster, layout, traits, _plan(row, shape, layout), tuple(assumed))
+
+
+def _traits(row: Row, assumed: list[str]) -> StackTraits:
+    path = Path(autopar.cost_model.__file__).parent / "constants" / "stacks.toml"
+    stacks = tomllib.loads(path.read_text(encoding="utf-8"))
+    name = str(row.get("framework") or "")
+    found = max((k for k in stacks if name.startswith(k)), key=len, default="default")
+    if found == "default":
+        assumed.append(f"stack {name!r} is unknown: default properties")
+    values = {**stacks["default"], **stacks[found]}
+    values["overlap"] = _overlap(row, tuple(values["overlap"]))
+    if (row.get("overlap") or {}).get("mp_mode") == "DEFAULT":
+        values["reduce_bytes"] = 4
+    if "fp32 grad accum" in str(row.get("precision")):
+        values |= {"gradient_bytes": 4, "reduce_bytes": 4, "spare_gradient_bytes": 2}
+    if (row.get("extra") or {}).get("compile") is False:
+        values |= {"elementwise": "eager", "fused_kernels": False}
+    return StackTraits(**values)
+
+
+def _overlap(row: Row, declared: tuple[str, ...]) -> tuple[str, ...]:
+    """The row's own statement replaces the stack's."""
+    stated = row.get("overlap") or {}
+    on = set(declared)
+    for name in ("dp", "tp", "pp"):
+        if name in stated:
+            on = on | {name} if stated[name] else on - {name}
+    if "async_tp" in stated:
+        on = on | {"tp"} if stated["async_tp"] else on - {"tp"}
+    return tuple(sorted(on))
+
+
+def _shape(row: Row, assumed: list[str]) -> BlockShape:
+    vocab = row["vocab"]
+    if vocab % 8 or vocab % row["tp"]:
+        vocab = -(-vocab // 1024) * 1024
+        assumed.append(f"vocabulary padded to {vocab}")
+    kv_heads = row.get("kv_heads") or row["heads"]
+    return BlockShape(row["hidden"], row["heads"], kv_heads, row["ffn"], bool(row["gated_mlp"]), vocab)
+
+
+def _cluster(row: Row, traits: StackTraits) -> ClusterSpec:
+    kind = DEVICE_OF[row["gpu"]]
+    device = DEVICES[kind]
+    if row.get("gpu_mem_gb"):
+        device = replace(device, memory_bytes=int(row["gpu_mem_gb"] * 2**30), reserved_bytes=0)
+    stack = StackSpec(attention=traits.attention, elementwise=traits.elementwise,
+                      gradient_dtype="fp32" if traits.gradient_bytes == 4 else "same")  # fmt: skip
+    inside, outside = NETWORKS.get(row.get("net"), (None, None))
+    devices = row["n_gpus"]
+    span = NVLINK_DOMAIN.get(row["gpu"], row.get("gpus_per_node") or 8)
+    span = span if devices % span == 0 else min(devices, _fitting(devices, span))
+    from autopar.hardware import generation_of
+
+    links = []
+    if span > 1:
+        links.append(LinkSpec(name="nvlink", span=span, bandwidth=inside or NVLINK_BYTES_PER_S[generation_of(device)],
+                              latency=2e-6, efficiency=0.8))  # fmt: skip
+    if devices > span:
+        links.append(LinkSpec(name="network", span=devices, bandwidth=outside or NIC_BYTES_PER_S[kind], latency=5e-6,
+                              efficiency=0.9))  # fmt: skip
+    return ClusterSpec(name=str(row["id"]), device=device, num_devices=devices, links=tuple(links), stack=stack)
+
+
+def _fitting(devices: int, span: int) -> int:
+    return max(d for d in range(1, span + 1) if devices % d == 0)
+
+
+def _layout(row: Row, traits: StackTraits, assumed: list[str]) -> RunLayout:
+    cp, dp = row.get("cp") or 1, row["dp"]
+    degrees = Degrees(dp=dp, cp=cp, tp=row["tp"], pp=row["pp"])
+    if degrees.world_size != row["n_gpus"]:
+        raise SpecError(f"degrees multiply to {degrees.world_size}, not {row['n_gpus']}", where=str(row["id"]))
+    if row["gbs"] % (dp * row["mbs"]):
+        raise SpecError("the global batch is no multiple of dp x micro-batch", where=str(row["id"]))
+    recompute = _RECOMPUTE.get(row.get("recompute"))
+    if recompute is None:
+        recompute = traits.recompute
+        assumed.append(f"recompute not stated: {recompute}")
+    zero = row.get("zero")
+    if zero is None:
+        zero = 2 if any("ZeRO-2" in u for u in row.get("uncertain") or ()) else 0
+        assumed.append(f"ZeRO not stated: {zero}")
+    stated = str(row.get("precision") or "")
+    low = stated if stated in _FP8 else None
+    return RunLayout(
+        degrees=degrees, layers=row["layers"], seq_len=row["seq"], micro_batch=row["mbs"],
+        micro_batches=row["gbs"] // (dp * row["mbs"]), virtual_stages=row.get("vpp") or 1, zero=int(zero),
+        zero_shard=int(row.get("zero_shard_gpus") or dp * cp), recompute=recompute,
+        sequence_sharding=bool(row.get("sp")) and row["tp"] > 1,
+        cp_exchange="all_to_all" if any("a2a" in u for u in row.get("uncertain") or ()) else "ring",
+        fp8=(_FP8[low] or traits.fp8) if low else None,
+    )  # fmt: skip
+
+
+def _plan(row: Row, shape: BlockShape, layout: RunLayout) -> Plan:
+    """The row's layout as a plan: Megatron's columns and rows, even stages."""
+    placements: dict[str, str] = {}
+    if layout.degrees.tp > 1:
+        columns = ["attn.q_proj", "attn.k_proj", "attn.v_proj", "mlp.up_proj"] + ["mlp.gate_proj"] * shape.gated_mlp
+        placements = {f"layers.*.{name}.weight": "S(0)" for name in columns}
+        if not shape.gated_mlp:
+            placements |= {f"layers.*.{name}.bias": "S(0)" for name in columns}
+        placements |= {"layers.*.attn.o_proj.weight": "S(1)", "layers.*.mlp.down_proj.weight": "S(1)"}
+        placements |= {"embed.weight": "S(0)"} | ({"lm_head.weight": "S(0)"} if shape.gated_mlp else {})
+    stages, first = [], 0
+    counts = stage_layers(layout.layers, layout.degrees.pp, layout.virtual_stages)
+    for count in counts:
+        stages.append((f"layers.{first}-{first + count - 1}",))
+        first += count
+    return Plan(
+        degrees=layout.degrees, global_batch=row["gbs"], seq_len=layout.seq_len, micro_batch=layout.micro_batch,
+        stages=tuple(stages), schedule="1f1b", sequence_sharding=layout.sequence_sharding, parameters=placements,
+        checkpoint={} if layout.recompute == "none" else {"layers.*": "full" if layout.recompute == "full" else "selective"},
+        zero=layout.zero, precision="bf16-mixed",
+    )  # fmt: skip
