@@ -44,6 +44,8 @@ RULES: dict[str, str] = {
     "bmm": "bmk,bkn>bmn | P R|P | R|P P",
     "addmm": "n,mk,kn>mn | P P R|P",
     "mm": "mk,kn>mn | P R|P | R|P P",
+    # experts: tokens sorted by expert, one matrix an expert, and where each expert's tokens end
+    **dict.fromkeys(["grouped_mm_fallback", "_grouped_mm"], "Tk,Ekn,E>Tn | P R|P R | R|P P R"),
     "embedding": "vh,..>..h",
     # attention: batch and heads; the sequence belongs to context parallelism
     "scaled_dot_product_attention": "bhQD,bhKD,bhKE,bhQK>bhQE",
@@ -54,7 +56,7 @@ RULES: dict[str, str] = {
     "_softmax": "..H>..H",
     "log_softmax": "..H>..H",
     # loss: the vocabulary is split by a kernel that communicates inside; see LOSSES
-    "cross_entropy_loss": "Tv,T>",
+    "cross_entropy_loss": "..v,..>",
     "cross_entropy_sum": "..v,..>",
     "context_attention": "bhSD,bhSD,bhSE>bhSE",
     # elementwise, linear
@@ -85,7 +87,8 @@ RULES: dict[str, str] = {
 }  # fmt: skip
 
 LOSSES = ("cross_entropy_loss", "cross_entropy_sum")
-"""Splitting the vocabulary letter of these gives a complete, replicated loss: the rewritten kernel sums inside."""
+"""Splitting the vocabulary letter of these gives a complete, replicated loss: the rewritten kernel sums inside. Tokens of
+a sum may be split too; a mean over some of them is no summand of the mean."""
 
 
 @dataclass(frozen=True)

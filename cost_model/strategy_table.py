@@ -281,6 +281,8 @@ def _letter_strategies(
     else:
         lefts = {left for t, dim in places for d, left in shards.get(t, ()) if d == dim}
     unequal = len({str(_shape(t)[dim]) for t, dim in places}) > 1
+    if op_name(node) == "cross_entropy_loss" and letter.name != "v":
+        return []
     rows = []
     for left in sorted(lefts):
         if not all(splits(_shape(t), (dim, left)) for t, dim in places) or (unequal and left > 1):

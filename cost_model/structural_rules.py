@@ -12,7 +12,7 @@ from torch import fx
 
 from autopar.blocks import op_name
 from autopar.cost_model.sharding_rules import Letter, Rule
-from autopar.placement import PARTIAL, parse_placement
+from autopar.placement import PARTIAL, REPLICATE, parse_placement
 
 __all__ = ["structural_rule"]
 
@@ -23,7 +23,11 @@ def structural_rule(node: fx.Node, tensors: list[fx.Node]) -> Rule | None:
     if build is None or not tensors:
         return None
     letters = build(node, tensors)
-    return Rule(tuple(letters), ((PARTIAL,) * len(tensors),)) if letters is not None else None
+    if letters is None:
+        return None
+    # Indices carry no gradient and no part of a sum.
+    linear = tuple(PARTIAL if t.meta["dtype"].is_floating_point else REPLICATE for t in tensors)
+    return Rule(tuple(letters), (linear,))
 
 
 def _rank(node: fx.Node) -> int:
@@ -108,6 +112,20 @@ def _convert(node: fx.Node, tensors: list[fx.Node]) -> list[Letter]:
     return _moves([(d, d) for d in range(_rank(node)) if d not in moved])
 
 
+def _index(node: fx.Node, tensors: list[fx.Node]) -> list[Letter] | None:
+    """Rows picked by one index tensor: the other dims of the indexed tensor stay."""
+    indices = node.args[1]
+    if (
+        not isinstance(indices, list | tuple)
+        or len(indices) != 1
+        or len(tensors) != 2
+        or node.args[0] is not tensors[0]
+    ):
+        return None
+    picked = len(tensors[1].meta["shape"])
+    return [Letter(str(d), (d, None), d - 1 + picked) for d in range(1, len(tensors[0].meta["shape"]))]
+
+
 def _getitem(node: fx.Node, tensors: list[fx.Node]) -> list[Letter]:
     return _moves([(d, d) for d in range(_rank(node))])
 
@@ -141,6 +159,7 @@ _STRUCTURAL: dict[str, Callable[[fx.Node, list[fx.Node]], list[Letter] | None]] 
     "cumsum": _keep_all_but(1, "dim", 0),
     "expand": _expand,
     "convert": _convert,
+    "index": _index,
     "sum": _sum,
     "mean": _sum,
     operator.getitem.__name__: _getitem,

@@ -18,6 +18,7 @@ from torch import fx
 from autopar.blocks import op_name
 from autopar.passes.functionalize import functionalize
 from autopar.passes.rms_norm_chain import fuse_rms_norms
+from autopar.runtime.losses import cross_entropy_loss
 
 __all__ = ["canonicalize"]
 
@@ -39,6 +40,7 @@ def canonicalize(graph_module: fx.GraphModule) -> fx.GraphModule:
     for node in list(graph.nodes):
         if node.op == "call_function":
             _linear_from_addmm(graph, node)
+            _loss_by_token(graph, node)
             _rename(node)
     fuse_rms_norms(graph)
     graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
@@ -129,6 +131,32 @@ def _rename(node: fx.Node) -> None:
             node.target, node.args = aten.reshape.default, (node.args[0], sizes)
     elif node.target is aten.type_as.default:
         node.target, node.args = aten.to.dtype, (node.args[0], node.meta["dtype"])
+
+
+def _loss_by_token(graph: fx.Graph, node: fx.Node) -> None:
+    """Cross entropy of flattened logits becomes that of [batch, seq, vocab]: the sequence keeps its dim."""
+    if node.target is not aten.cross_entropy_loss.default or len(node.args) > 3 or node.kwargs.get("reduction", 1) != 1:
+        return
+    weight = node.args[2] if len(node.args) > 2 else node.kwargs.get("weight")
+    logits, target = (_unflattened(a) for a in node.args[:2])
+    if weight is not None or logits is None or target is None or logits.meta["shape"][:-1] != target.meta["shape"]:
+        return
+    options = {k: v for k, v in node.kwargs.items() if k in ("ignore_index", "label_smoothing")}
+    with graph.inserting_before(node):
+        loss = graph.call_function(cross_entropy_loss, (logits, target), options)
+    loss.meta = {**node.meta}
+    node.replace_all_uses_with(loss)
+    graph.erase_node(node)
+
+
+def _unflattened(node: Any) -> fx.Node | None:
+    """What a reshape made flat, if it joined [batch, seq] and nothing else."""
+    source = node.args[0] if isinstance(node, fx.Node) and op_name(node) in ("reshape", "view", "flatten") else None
+    if not isinstance(source, fx.Node):
+        return None
+    kept = len(node.meta["shape"]) - 1
+    same = not kept or source.meta["shape"][-kept:] == node.meta["shape"][-kept:]
+    return source if same and len(source.meta["shape"]) == kept + 2 else None
 
 
 def _sizes(node: fx.Node) -> list[int] | None:

@@ -19,9 +19,17 @@ __all__ = ["functionalize"]
 # The result of these may share memory with their first argument, so that an in-place op on one shows in the other.
 _VIEWS = {
     "view", "reshape", "slice", "select", "transpose", "permute", "t", "expand", "unsqueeze", "squeeze", "split",
-    "chunk", "getitem", "unflatten", "flatten", "detach", "contiguous", "to", "type_as", "alias", "unbind", "narrow",
+    "chunk", "unflatten", "flatten", "detach", "contiguous", "to", "type_as", "alias", "unbind", "narrow",
     "view_as",
 }  # fmt: skip
+
+
+def _is_view(node: fx.Node) -> bool:
+    """True if the result may share memory with the first argument; an item of a tuple if the op that made it does so."""
+    if op_name(node) == "getitem":
+        source = node.args[0]
+        return isinstance(source, fx.Node) and source.op == "call_function" and op_name(source) in _VIEWS
+    return node.op == "call_function" and op_name(node) in _VIEWS
 
 
 def functionalize(graph: fx.Graph) -> None:
@@ -47,7 +55,7 @@ def _replace(graph: fx.Graph, node: fx.Node) -> None:
     node.target = getattr(packet, node.target._overloadname)
     value, after = node, node
     _redirect(changed, value, after)
-    while changed.op == "call_function" and op_name(changed) in _VIEWS:
+    while _is_view(changed):
         parent = changed.args[0]
         assert isinstance(parent, fx.Node)
         with graph.inserting_after(after):
@@ -77,7 +85,7 @@ def _redirect(old: fx.Node, new: fx.Node, after: fx.Node) -> None:
     for user in list(old.users):
         if order[user] > order[after]:
             user.replace_input_with(old, new)
-        elif op_name(user) in _VIEWS and any(order[u] > order[after] and u is not new for u in user.users):
+        elif _is_view(user) and any(order[u] > order[after] and u is not new for u in user.users):
             raise _refusal(after, "changes a tensor of which a view taken before is read later")
 
 

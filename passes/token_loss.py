@@ -146,30 +146,16 @@ def _cross_entropy(node: fx.Node) -> _Term | None:
 
 
 def _by_sequence(graph: fx.Graph, logits: Any, target: fx.Node, ignore: int) -> tuple[fx.Node, fx.Node]:
-    """(logits, target) of a token loss with [batch, seq] kept apart, so that the sequence can be sharded.
-
-    Undoes the flattening, and turns "drop the last logit, drop the first label" into a label that is ignored, which
-    adds nothing to a sum and keeps every token in its place.
-    """
-    x, t = _unflattened(logits), _unflattened(target)
-    if x.meta["shape"][:-1] != t.meta["shape"] or len(x.meta["shape"]) != 3:
+    """(logits, target) in which "drop the last logit, drop the first label" became a label that is ignored: it adds
+    nothing to a sum and keeps every token in its place, so that the sequence can be sharded."""
+    if len(logits.meta["shape"]) != 3:
         return logits, target
-    whole, labels = _cut(x, 0), _cut(t, 1)
+    whole, labels = _cut(logits, 0), _cut(target, 1)
     if whole is None or labels is None or whole.meta["shape"][:-1] != labels.meta["shape"]:
-        return x, t
-    padded = graph.call_function(aten.constant_pad_nd.default, (t, [0, 1], ignore))
-    padded.meta = {**t.meta, "shape": labels.meta["shape"], "key": f"{t.meta['path']}::shifted_labels#0"}
+        return logits, target
+    padded = graph.call_function(aten.constant_pad_nd.default, (target, [0, 1], ignore))
+    padded.meta = {**target.meta, "shape": labels.meta["shape"], "key": f"{target.meta['path']}::shifted_labels#0"}
     return whole, padded
-
-
-def _unflattened(node: fx.Node) -> fx.Node:
-    """What a reshape made flat, if it joined the leading dims and nothing else."""
-    source = node.args[0] if op_name(node) == "reshape" else None
-    if not isinstance(source, fx.Node):
-        return node
-    kept = len(node.meta["shape"]) - 1
-    same = not kept or source.meta["shape"][-kept:] == node.meta["shape"][-kept:]
-    return source if same and len(source.meta["shape"]) == kept + 2 else node
 
 
 def _cut(node: fx.Node, side: int) -> fx.Node | None:

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from autopar.runtime.collectives import resolve_group
 
-__all__ = ["cross_entropy_sum", "vocab_parallel_cross_entropy_sum", "vocab_parallel_embedding"]
+__all__ = ["cross_entropy_loss", "cross_entropy_sum", "vocab_parallel_cross_entropy_sum", "vocab_parallel_embedding"]
 
 
 def vocab_parallel_embedding(ids: Tensor, weight: Tensor, *, group: str, padding_idx: int | None = None) -> Tensor:
@@ -33,6 +33,15 @@ def vocab_parallel_embedding(ids: Tensor, weight: Tensor, *, group: str, padding
         own_padding = padding_idx - first
     embedded = F.embedding(local.masked_fill(elsewhere, 0), weight, padding_idx=own_padding)
     return embedded.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+
+
+def cross_entropy_loss(
+    logits: Tensor, target: Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0
+) -> Tensor:
+    """Mean over tokens of the cross entropy, with the dims of the tokens kept apart: logits [..., vocab], target [...]."""
+    return F.cross_entropy(
+        logits.flatten(0, -2), target.flatten(), ignore_index=ignore_index, label_smoothing=label_smoothing
+    )
 
 
 def cross_entropy_sum(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -187,6 +188,55 @@ def t5_tiny(dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
     return _seeded(lambda: T5ForConditionalGeneration(config), dtype, seed)
 
 
+def _hf(model: str, config: str, dtype: torch.dtype, seed: int, **sizes: Any) -> nn.Module:
+    import transformers
+
+    settings = getattr(transformers, config)(**sizes)
+    return _seeded(lambda: getattr(transformers, model)(settings), dtype, seed)
+
+
+_PLAIN_SIZES = {key: value for key, value in _LLAMA_SIZES.items() if key != "num_key_value_heads"}
+
+
+def gemma2_tiny(dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
+    """Every other layer with a sliding window; soft caps, so attention is written out; norms with a unit offset."""
+    return _hf("Gemma2ForCausalLM", "Gemma2Config", dtype, seed, **_LLAMA_SIZES, head_dim=8, sliding_window=8)
+
+
+def gemma3_tiny(dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
+    return _hf("Gemma3ForCausalLM", "Gemma3TextConfig", dtype, seed, **_LLAMA_SIZES, head_dim=8, sliding_window=8)
+
+
+def phi_tiny(dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
+    """Attention and MLP side by side."""
+    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attention_dropout": 0.0}
+    return _hf("PhiForCausalLM", "PhiConfig", dtype, seed, **_PLAIN_SIZES, **no_dropout)
+
+
+def phi3_tiny(dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
+    """q, k and v of unequal sizes in one projection."""
+    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attention_dropout": 0.0}
+    return _hf("Phi3ForCausalLM", "Phi3Config", dtype, seed, **_LLAMA_SIZES, **no_dropout, pad_token_id=0)
+
+
+def neox_tiny(dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
+    """Heads fused as (head, q|k|v)."""
+    no_dropout = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+    return _hf("GPTNeoXForCausalLM", "GPTNeoXConfig", dtype, seed, **_PLAIN_SIZES, **no_dropout)
+
+
+def opt_tiny(dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
+    sizes = {key: value for key, value in _PLAIN_SIZES.items() if key != "intermediate_size"}
+    no_dropout = {"dropout": 0.0, "attention_dropout": 0.0, "layerdrop": 0.0}
+    return _hf("OPTForCausalLM", "OPTConfig", dtype, seed, **sizes, **no_dropout, ffn_dim=64, word_embed_proj_dim=DIM)
+
+
+def mixtral_tiny(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
+    """Four experts. In fp32: the grouped matrix product has no fp64 kernel."""
+    sizes = {**_LLAMA_SIZES, "num_local_experts": 4, "sliding_window": None}
+    return _hf("MixtralForCausalLM", "MixtralConfig", dtype, seed, **sizes)
+
+
 HF_BUILDERS: dict[str, Callable[..., nn.Module]] = {
     "gpt2": gpt2_tiny,
     "llama": llama_tiny,
@@ -195,6 +245,15 @@ HF_BUILDERS: dict[str, Callable[..., nn.Module]] = {
     "mistral": mistral_tiny,
     "bert": bert_tiny,
     "t5": t5_tiny,
+}
+MORE_HF_BUILDERS: dict[str, Callable[..., nn.Module]] = {
+    "gemma2": gemma2_tiny,
+    "gemma3": gemma3_tiny,
+    "phi": phi_tiny,
+    "phi3": phi3_tiny,
+    "neox": neox_tiny,
+    "opt": opt_tiny,
+    "mixtral": mixtral_tiny,
 }
 BUILDERS: dict[str, Callable[..., nn.Module]] = {
     "tiny_gpt": tiny_gpt,
