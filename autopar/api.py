@@ -83,7 +83,7 @@ def parallelize(
     loss_fn   `loss_fn(outputs, batch)`, if the model returns no loss itself
     pins      choices to keep fixed
     plan      a plan, or the path of one: nothing is searched
-    options   of ParallelModule: bucket_bytes, overlap
+    options   seed (of dropout); of ParallelModule: bucket_bytes, overlap
     Collective. Rank 0 searches, the others take its plan. Raises AutoparError on every rank.
     """
     device = join_torchrun()
@@ -99,12 +99,14 @@ def parallelize(
     return build(model, traced, plan, device=device, report=_Report(plan, result, cluster, traced), **options)
 
 
-def build(model: nn.Module, traced: TracedModel, plan: Plan, **options: Any) -> ParallelModule:
-    """Rewrite a prepared model by a plan and put it on this process's device. Collective."""
+def build(model: nn.Module, traced: TracedModel, plan: Plan, *, seed: int = 0, **options: Any) -> ParallelModule:
+    """Rewrite a prepared model by a plan and put it on this process's device. Collective. `seed`: of dropout."""
+    if passes.draws_randomly(traced.graph_module.graph):
+        traced = replace(traced, inputs=(*traced.inputs, passes.row_ids_spec(traced.batch)))
     whole = None
     if plan.degrees.pp == 1:
-        whole = lambda: passes.apply(traced, plan, outputs="all")[0]  # noqa: E731
-    stages = passes.apply(traced, plan)
+        whole = lambda: passes.apply(traced, plan, outputs="all", seed=seed)[0]  # noqa: E731
+    stages = passes.apply(traced, plan, seed=seed)
     options.setdefault("device", join_torchrun())
     return ParallelModule(model, traced, plan, stages, token_count=passes.token_count(traced), whole=whole, **options)
 

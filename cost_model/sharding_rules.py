@@ -87,8 +87,8 @@ RULES: dict[str, str] = {
 }  # fmt: skip
 
 LOSSES = ("cross_entropy_loss", "cross_entropy_sum")
-"""Splitting the vocabulary letter of these gives a complete, replicated loss: the rewritten kernel sums inside. Tokens of
-a sum may be split too; a mean over some of them is no summand of the mean."""
+"""Splitting the vocabulary letter of these gives a complete, replicated loss: the rewritten kernel sums inside. Tokens
+of a sum may be split too; a mean over some of them is no summand of the mean."""
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ StrategyTable: TypeAlias = Mapping[fx.Node, tuple[Strategy, ...]]
 def strategy_table(traced: TracedModel, ranks: int, seq_len: int, axis: str = "tp") -> StrategyTable:
     """Strategies of every tensor node of `traced` over `ranks` of a mesh axis; layers of one class share the work.
 
-    Over tp anything may be split but the batch (it belongs to dp) and the queries' sequence; over cp the sequence alone.
+    Over tp anything may be split but the batch (dp's) and the sequence of queries; over cp the sequence alone.
     seq_len: the tokens of a sequence, which its degree has to divide. Parameters and inputs are listed
     with what they can be; graph inputs are replicated over tp.
     """

@@ -44,6 +44,7 @@ def context_parallel(traced: TracedModel, plan: Plan) -> fx.GraphModule:
     localize_shapes(graph_module, ranks)
     for node in graph_module.graph.nodes:
         _rename_sizes(node, ranks, traced.seq)
+        node.meta["placement_cp"], node.meta["zigzag"] = node.meta.get("placement"), zigzag
         for key in ("placement", "wants", "leaving"):
             node.meta.pop(key, None)
     graph_module.recompile()

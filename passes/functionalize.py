@@ -25,7 +25,7 @@ _VIEWS = {
 
 
 def _is_view(node: fx.Node) -> bool:
-    """True if the result may share memory with the first argument; an item of a tuple if the op that made it does so."""
+    """True if the result may share memory with the first argument; an item of a tuple if the op behind it does so."""
     if op_name(node) == "getitem":
         source = node.args[0]
         return isinstance(source, fx.Node) and source.op == "call_function" and op_name(source) in _VIEWS

@@ -2,7 +2,7 @@
 
 prepare (canonicalize, fold_masks)            once, before the search
 sum_loss > context_parallel > shard_parameters > insert_collectives > localize_shapes > native_gqa >
-outline_blocks > checkpoint_blocks > split_stages
+seed_dropout > outline_blocks > checkpoint_blocks > split_stages
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from autopar.passes.localize_shapes import localize_shapes
 from autopar.passes.native_gqa import native_gqa
 from autopar.passes.outline_blocks import outline_blocks
 from autopar.passes.prepare import copy_graph
+from autopar.passes.seed_dropout import seed_dropout
 from autopar.passes.shard_parameters import shard_parameters
 from autopar.passes.split_stages import split_stages, stage_of_segments
 from autopar.passes.token_loss import keep_outputs, sum_loss
@@ -47,11 +48,17 @@ _TENSOR_PARALLEL = ("shard_parameters", "insert_collectives", "localize_shapes")
 
 
 def apply(
-    traced: TracedModel, plan: Plan, *, outputs: str = "loss", show: Callable[[str], None] | None = None
+    traced: TracedModel,
+    plan: Plan,
+    *,
+    outputs: str = "loss",
+    seed: int = 0,
+    show: Callable[[str], None] | None = None,
 ) -> tuple[StageGraph, ...]:
     """All stages of `plan` for a prepared model.
 
     outputs: "loss" for the training step (returns `loss_sum` [1], unscaled), "all" for the user's own outputs.
+    seed: of dropout. Masks depend on it, the op and the row, not on the plan.
     show: called with the text diff of each pass.
     Raises PlanMismatchError if the plan does not fit the model, PassError if a pass cannot keep its promise.
     """
@@ -67,6 +74,8 @@ def apply(
     for name, rewrite in PASSES:
         if (plan.degrees.tp == 1 and name in _TENSOR_PARALLEL) or (plan.degrees.cp == 1 and name == "context_parallel"):
             continue
+        if name == "outline_blocks":
+            seed_dropout(graph_module, traced, seed)
         graph_module = rewrite(traced, plan)
         check_invariants(graph_module.graph, after=name)
         if show:

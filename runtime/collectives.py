@@ -99,9 +99,10 @@ def bind(module: nn.Module, groups: Mapping[str, str]) -> None:
 def _bind_graph(graph: fx.Graph, groups: Mapping[str, str]) -> bool:
     changed = False
     for node in graph.nodes:
-        axis = node.kwargs.get("group") if node.op == "call_function" else None
-        if isinstance(axis, str) and axis in groups:
-            node.kwargs = {**node.kwargs, "group": groups[axis]}
+        named = {k: v for k, v in node.kwargs.items() if k in ("group", "cuts")} if node.op == "call_function" else {}
+        bound = fx.node.map_aggregate(named, lambda a: groups.get(a, a) if isinstance(a, str) else a)
+        if bound != named:
+            node.kwargs = {**node.kwargs, **bound}
             changed = True
     return changed
 

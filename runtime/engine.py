@@ -32,6 +32,10 @@ from autopar.runtime.world import World
 __all__ = ["ParallelModule"]
 
 
+_ROW_IDS = "row_ids"
+"""Input that passes add where dropout has to know which rows it sees."""
+
+
 class ParallelModule(nn.Module):
     """A model cut by a plan. Collective: every rank builds it with the same model and plan, and calls it alike.
 
@@ -69,6 +73,7 @@ class ParallelModule(nn.Module):
         self._build_whole = whole
         self._counter = TokenCounter(None if token_count is None else localize(token_count, {}, {}, device), self.world)
         self._tokens = torch.ones((), device=device)
+        self._rows_seen = 0
         self._pads_unseen = all(_is_causal(n) for n in traced.graph_module.graph.nodes if _is_attention(n))
         self._reducer = GradientReducer(
             list(self._state.parameters.values()),
@@ -93,7 +98,7 @@ class ParallelModule(nn.Module):
             raise AutoparError(
                 "the model returns no loss", where="step", try_="pass labels in the example, or loss_fn to parallelize"
             )
-        inputs = self._own_rows(self._padded(self._bind(batch)), local)
+        inputs = self._own_rows(self._padded(self._numbered(self._bind(batch), local)), local)
         micro_batches = count_micro_batches(row_count(self.traced.inputs, inputs), 1, self.plan.micro_batch)
         self._tokens = self._counter.total(inputs)
         self._reducer.begin(micro_batches)
@@ -109,7 +114,7 @@ class ParallelModule(nn.Module):
 
         `step` moves less. Raises AutoparError under pipeline parallelism.
         """
-        inputs = self._own_rows(self.traced.signature.bind(args, kwargs), local=False)
+        inputs = self._own_rows(self._numbered(self.traced.signature.bind(args, kwargs), local=False), local=False)
         return self._whole_forward()(inputs)
 
     def optimizer(self, cls: Callable[..., torch.optim.Optimizer], **options: Any) -> torch.optim.Optimizer:
@@ -194,6 +199,16 @@ class ParallelModule(nn.Module):
         if hasattr(batch, "keys"):  # a Mapping, or a tokenizer's BatchEncoding, which is none
             return signature.bind((), {str(key): batch[key] for key in batch.keys()})  # noqa: SIM118
         return signature.bind(batch if isinstance(batch, list | tuple) else (batch,), {})
+
+    def _numbered(self, inputs: dict[str, Tensor], local: bool) -> dict[str, Tensor]:
+        """With the number of every row since training began, if dropout reads it."""
+        if all(spec.name != _ROW_IDS for spec in self.traced.inputs):
+            return inputs
+        rows = row_count([s for s in self.traced.inputs if s.name != _ROW_IDS], inputs)
+        dp = self.world.size("dp") if local else 1
+        first = self._rows_seen + (self.world.position["dp"] * rows if local else 0)
+        self._rows_seen += rows * dp
+        return {**inputs, _ROW_IDS: torch.arange(first, first + rows)}
 
     def _padded(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Sequences that cut into 2 cp chunks; what is added has no label and is not seen by causal tokens."""

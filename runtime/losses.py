@@ -38,7 +38,7 @@ def vocab_parallel_embedding(ids: Tensor, weight: Tensor, *, group: str, padding
 def cross_entropy_loss(
     logits: Tensor, target: Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0
 ) -> Tensor:
-    """Mean over tokens of the cross entropy, with the dims of the tokens kept apart: logits [..., vocab], target [...]."""
+    """Mean over tokens of the cross entropy; the dims of the tokens stay apart: logits [..., vocab], target [...]."""
     return F.cross_entropy(
         logits.flatten(0, -2), target.flatten(), ignore_index=ignore_index, label_smoothing=label_smoothing
     )

@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from autopar.runtime import collectives
+from autopar.runtime.dropout import attention_with_dropout, seeded_dropout
 
 __all__ = ["CheckpointedBlock", "localize", "set_training"]
 
@@ -90,6 +91,8 @@ def _set_dropout(node: fx.Node, training: bool) -> None:
     aten = torch.ops.aten
     if node.target in (aten.dropout.default, aten.native_dropout.default, aten.feature_dropout.default):
         node.args = (*node.args[:2], training)
+    elif node.target in (seeded_dropout, attention_with_dropout):
+        node.kwargs = {**node.kwargs, "training": training}
     elif node.target is aten.scaled_dot_product_attention.default and len(node.args) > _SDPA_DROPOUT:
         probability = node.meta.setdefault("train_dropout_p", node.args[_SDPA_DROPOUT])
         args = list(node.args)

@@ -1,4 +1,4 @@
-"""Model families, tiny, against one process: tensor (as the search lays it out), pipeline, context and data parallel."""
+"""Model families, tiny, against one process: tensor (as the search lays it out), pipeline, context, data parallel."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from autopar.cost_model.search import search
