@@ -10,13 +10,19 @@ ensures   every op's strategy is one that the sharding rules allow
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import fx
 
 from autopar.blocks import op_name
 from autopar.cost_model.propagation import Propagation, propagate
 from autopar.ir import TracedModel
 from autopar.plan import Plan
-from autopar.runtime.losses import vocab_parallel_cross_entropy_sum, vocab_parallel_embedding
+from autopar.runtime.losses import (
+    vocab_parallel_cross_entropy_loss,
+    vocab_parallel_cross_entropy_sum,
+    vocab_parallel_embedding,
+)
 
 __all__ = ["shard_parameters", "write_placements"]
 
@@ -50,6 +56,21 @@ def _choose_kernel(node: fx.Node, result: Propagation) -> None:
             node.target, node.args = vocab_parallel_embedding, (ids, weight)
             node.meta["wants"] = (wants[1], wants[0]) if node.all_input_nodes[0] is ids else wants
             node.kwargs = {"group": "tp", "padding_idx": None if padding == -1 else padding}
-    elif op_name(node) == "cross_entropy_sum" and wants[0] is not None and wants[0].is_shard:
-        node.target = vocab_parallel_cross_entropy_sum
-        node.kwargs = {**node.kwargs, "group": "tp"}
+    elif op_name(node) in _VOCAB_KERNELS and wants[0] is not None and wants[0].dim == len(_logits_shape(node)) - 1:
+        options = {**dict(zip(_LOSS_OPTIONS, node.args[4:], strict=False)), **node.kwargs}
+        node.target, node.args = _VOCAB_KERNELS[op_name(node)], tuple(node.args[:2])
+        node.kwargs = {**{k: v for k, v in options.items() if k in _LOSS_OPTIONS}, "group": "tp"}
+
+
+_LOSS_OPTIONS = ("ignore_index", "label_smoothing")
+_VOCAB_KERNELS = {
+    "cross_entropy_loss": vocab_parallel_cross_entropy_loss,
+    "cross_entropy_sum": vocab_parallel_cross_entropy_sum,
+}
+
+
+def _logits_shape(node: fx.Node) -> tuple[Any, ...]:
+    logits = node.args[0]
+    assert isinstance(logits, fx.Node)
+    shape: tuple[Any, ...] = logits.meta["shape"]
+    return shape

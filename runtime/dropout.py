@@ -2,8 +2,8 @@
 
 Each element's fate is a hash of (seed, op, row, position in the row), all of them global: the row is the sequence's
 number since training began, the position that of the whole tensor. So the mask of a replicated tensor is the same on
-every tp rank, shards have the right part of it, replicas and micro-batches differ, a recomputed layer drops the same
-elements, and training under any plan drops what one process drops.
+every tp rank, shards have the right part of it, replicas and micro-batches differ, a recomputed layer drops the
+same elements, and training under any plan drops what one process drops.
 
 Attention probabilities never exist as a tensor in a fused kernel, so attention takes its dropout from torch's generator,
 seeded by the same things and by the rank's shard: reproducible for a plan, different on different heads and rows.
@@ -99,7 +99,7 @@ def attention_with_dropout(
     enable_gqa: bool = False,
     cuts: Sequence[Cut] = (),
 ) -> Tensor:
-    """scaled_dot_product_attention with dropout from a generator state of its own, another one on each part of a cut."""
+    """scaled_dot_product_attention with dropout from a generator state of its own, another on each part of a cut."""
     if not training or p == 0.0:
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa

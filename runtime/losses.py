@@ -16,7 +16,13 @@ from torch.autograd.function import once_differentiable
 
 from autopar.runtime.collectives import resolve_group
 
-__all__ = ["cross_entropy_loss", "cross_entropy_sum", "vocab_parallel_cross_entropy_sum", "vocab_parallel_embedding"]
+__all__ = [
+    "cross_entropy_loss",
+    "cross_entropy_sum",
+    "vocab_parallel_cross_entropy_loss",
+    "vocab_parallel_cross_entropy_sum",
+    "vocab_parallel_embedding",
+]
 
 
 def vocab_parallel_embedding(ids: Tensor, weight: Tensor, *, group: str, padding_idx: int | None = None) -> Tensor:
@@ -70,6 +76,16 @@ def vocab_parallel_cross_entropy_sum(
         logits.flatten(0, -2), target.flatten(), ignore_index, label_smoothing, process_group
     )
     return result
+
+
+def vocab_parallel_cross_entropy_loss(
+    logits: Tensor, target: Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0, group: str
+) -> Tensor:
+    """`cross_entropy_loss` of logits whose last dim is cut over `group`; NaN if no token counts, like torch."""
+    total = vocab_parallel_cross_entropy_sum(
+        logits, target, ignore_index=ignore_index, label_smoothing=label_smoothing, group=group
+    )
+    return total / (target != ignore_index).sum()
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
