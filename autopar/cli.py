@@ -1,7 +1,8 @@
-"""The command line: `autopar plan`, `autopar verify`, `autopar report`.
+"""The command line: `autopar plan`, `autopar verify`, `autopar dryrun`, `autopar report`.
 
 An error meant for the user is one line on stderr and exit code 2, with nothing written; `verify` exits with 1 when the
-parallel run differs from the single process. Everything heavy is imported by the command that needs it.
+parallel run differs from the single process, `dryrun` when a rank's collectives are not the predicted ones. Everything
+heavy is imported by the command that needs it.
 """
 
 from __future__ import annotations
@@ -59,6 +60,18 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--steps", type=int, default=3, help="SGD steps, then as many AdamW steps (default 3)")
     verify.add_argument("--json", action="store_true", help="print JSON instead of text")
     verify.set_defaults(run=_verify)
+
+    dryrun = commands.add_parser("dryrun", help="run ranks of a plan without a cluster and compare with the prediction")
+    dryrun.add_argument("plan", help="a plan file")
+    _add_model(dryrun)
+    which = dryrun.add_mutually_exclusive_group()
+    which.add_argument(
+        "--rank", type=int, action="append", metavar="R", help="a rank to run (default 0); may be repeated"
+    )
+    which.add_argument("--stages", choices=("all",), help="run the first rank of every pipeline stage")
+    dryrun.add_argument("--optimizer", default="adamw", choices=("adamw", "adam", "sgd"), help="whose state is held")
+    dryrun.add_argument("--json", action="store_true", help="print JSON instead of text")
+    dryrun.set_defaults(run=_dryrun)
 
     report = commands.add_parser("report", help="print the report of a saved plan")
     report.add_argument("plan", help="a plan file")
@@ -145,6 +158,20 @@ def _verify(options: argparse.Namespace) -> int:
     result = verify(options.model, options.ranks, pins, dtype=options.dtype, steps=options.steps)
     print(json.dumps(result.to_data(), indent=2) if options.json else result.text())
     return 0 if result.passed else DIFFERS
+
+
+def _dryrun(options: argparse.Namespace) -> int:
+    from autopar.plan import Plan
+
+    plan = Plan.load(options.plan)
+
+    from autopar.dryrun import dry_run
+    from autopar.models import resolve
+
+    ranks = None if options.stages else options.rank or [0]
+    result = dry_run(plan, resolve(options.model), ranks, optimizer=options.optimizer)
+    print(json.dumps(result.to_data(), indent=2) if options.json else result.text(), end="\n" if options.json else "")
+    return 0 if result.agrees else DIFFERS
 
 
 def _report(options: argparse.Namespace) -> int:

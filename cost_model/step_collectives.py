@@ -1,0 +1,310 @@
+"""Every collective of a step on one pipeline stage, from the plan: what communication is priced for, to be held against
+what a rank really issues.
+
+Read off the placements that the plan implies (`propagate`), without rewriting a graph:
+
+- an argument that does not lie as its op wants costs one conversion a segment and micro-batch, forward and backward
+- a recomputed layer repeats its forward conversions up to its last saved tensor; torch stops there
+- a sum over a sharded vocabulary, attention over a cut sequence, and what crosses stages come on top
+- once a step: gradients over dp, of replicated parameters over tp and cp, of tied parameters over their stages; the
+  number of tokens and the loss
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import sympy
+import torch
+from torch import fx
+
+from autopar.blocks import op_name
+from autopar.cost_model.activations import kept_tensors
+from autopar.cost_model.op_facts import ElementSizes
+from autopar.cost_model.propagation import Propagation, propagate
+from autopar.cost_model.sharding_rules import LOSSES
+from autopar.ir import TracedModel
+from autopar.placement import CONVERSIONS, REPLICATE, Placement, Shard
+from autopar.plan import Plan
+
+__all__ = ["Collectives", "step_collectives"]
+
+_LOCAL = frozenset({"none", "slice", "pad", "keep_first"})
+ATTENTION = "scaled_dot_product_attention"
+
+
+Collectives = Mapping[tuple[str, str, str, int], int]
+"""(purpose, kind, axis, bytes of the whole tensor) -> times a step. Purposes: "activations" (every micro-batch),
+"boundary" (between stages; bytes of one rank), "gradients" (one row a sum, however it is cut into buckets), "control"
+(tokens and loss)."""
+
+
+def step_collectives(traced: TracedModel, plan: Plan, stage: int) -> Collectives:
+    """The collectives one rank of `stage` issues in a step.
+
+    traced: prepared, with the summed loss as its only output, as the step runs it (a mean cannot be cut over cp).
+    Raises PlanMismatchError if the plan does not fit the model.
+    """
+    return _Stage(traced, plan, stage).collectives()
+
+
+@dataclass(frozen=True)
+class _Conversion:
+    """A change of placement of `source`, made for `segment` right before `position` (an index of execution)."""
+
+    source: fx.Node
+    have: Placement
+    wanted: Placement
+    segment: int
+    position: int
+
+
+class _Stage:
+    def __init__(self, traced: TracedModel, plan: Plan, stage: int) -> None:
+        self.traced, self.plan, self.stage = traced, plan, stage
+        self.stages = len(plan.stages)
+        self.home = _stage_of_segments(traced, plan)
+        self.tally: Counter[tuple[str, str, str, int]] = Counter()
+        self.sizes = {traced.batch: plan.micro_batch, traced.seq: plan.seq_len // plan.degrees.cp}
+        graph = traced.graph_module.graph
+        self.live = _leading_to_output(graph)
+        self.position = {n: i for i, n in enumerate(graph.nodes)}
+        self.nodes = [n for n in graph.nodes if n.op == "call_function" and n in self.live and self._here(n)]
+        self.layouts = {
+            axis: propagate(traced, plan, axis=axis) for axis in ("cp", "tp") if getattr(plan.degrees, axis) > 1
+        }
+
+    def collectives(self) -> Collectives:
+        repeated_to = self._recomputed_segments()
+        for axis, layout in self.layouts.items():
+            for conversion in self._conversions(layout, axis):
+                self._count_conversion(conversion, axis, repeated_to)
+        for node in self.nodes:
+            self._count_loss(node)
+            self._count_attention(node, repeated_to)
+        self._count_boundaries()
+        self._count_gradients()
+        self._count_control()
+        return dict(self.tally)
+
+    # --- every micro-batch --------------------------------------------------------------------------------------------
+
+    def _conversions(self, layout: Propagation, axis: str) -> list[_Conversion]:
+        """Distinct ones: readers in one segment that want the same share one."""
+        found: dict[tuple[fx.Node, Placement, int], _Conversion] = {}
+        for source, have, wanted, segment, reader in self._edges(layout):
+            once = axis in self._partial_axes(source, layout, axis)
+            if _differs(source, have, wanted) and not once:
+                key = (source, wanted, segment)
+                found.setdefault(key, _Conversion(source, have, wanted, segment, self.position[reader]))
+        return list(found.values())
+
+    def _edges(self, layout: Propagation) -> Iterator[tuple[fx.Node, Placement, Placement, int, fx.Node]]:
+        """(tensor, how it lies, how it is wanted, segment, reader): arguments, what leaves a segment, the output."""
+        for node in self.nodes:
+            if node not in layout.strategy:
+                continue
+            segment = node.meta["segment"]
+            for source, wanted in zip(node.all_input_nodes, layout.strategy[node].inputs, strict=True):
+                if wanted is not None:
+                    yield source, layout.seen_by(source, node), wanted, segment, node
+            if node in layout.leaving and self._read_outside(node):
+                yield node, layout.placement[node], layout.leaving[node], segment, node
+            for user in node.users:
+                if user.op == "output":  # the loss, which may still be a sum over the ranks
+                    yield node, layout.placement[node], REPLICATE, segment, user
+
+    def _read_outside(self, node: fx.Node) -> bool:
+        return any(u.meta.get("segment") != node.meta["segment"] and u in self.live for u in node.users)
+
+    def _count_conversion(self, c: _Conversion, axis: str, repeated_to: Mapping[int, int]) -> None:
+        forward, backward = CONVERSIONS[c.have.kind, c.wanted.kind]
+        nbytes, m = self._bytes(c.source, axis), self.plan.micro_batches
+        again = c.position < repeated_to.get(c.segment, -1)
+        self._add("activations", forward, axis, nbytes, m * (1 + again))
+        if c.source.meta.get("grad"):
+            self._add("activations", backward, axis, nbytes, m)
+
+    def _count_loss(self, node: fx.Node) -> None:
+        """Peak, then sum of exponentials and target logit, a number each a token in fp32 at least."""
+        layout = self.layouts.get("tp")
+        wants = layout.strategy[node].inputs if layout is not None and node in layout.strategy else ()
+        if op_name(node) not in LOSSES or not wants or wants[0] is None or not wants[0].is_shard:
+            return
+        logits = node.all_input_nodes[0]
+        tokens = self._elements(logits) // int(logits.meta["shape"][-1])
+        width = max(4, logits.meta["dtype"].itemsize)
+        smoothing = node.args[5] if len(node.args) > 5 else node.kwargs.get("label_smoothing", 0.0)
+        for rows in (1, 3 if smoothing else 2):
+            self._add("activations", "all_reduce", "tp", rows * tokens * width, self.plan.micro_batches)
+
+    def _count_attention(self, node: fx.Node, repeated_to: Mapping[int, int]) -> None:
+        """Keys and values of the other cp ranks, as autopar.runtime.attention moves them."""
+        cp, layout = self.plan.degrees.cp, self.layouts.get("cp")
+        if op_name(node) != ATTENTION or layout is None or layout.strategy[node].inputs[1] != Shard(2):
+            return
+        query, keys = self._local_bytes(node.all_input_nodes[0]), self._local_bytes(node.all_input_nodes[1])
+        m = self.plan.micro_batches
+        forward = m * (1 + (self.position[node] < repeated_to.get(node.meta["segment"], -1)))
+        kind = self.plan.context_parallel
+        if kind == "ring":
+            self._add("activations", "send", "cp", 2 * keys, forward * (cp - 1) + m * (2 * cp - 1))
+        elif kind == "all-gather":
+            self._add("activations", "all_gather", "cp", 2 * keys * cp, forward + m)
+            self._add("activations", "reduce_scatter", "cp", 2 * keys * cp, m)
+        else:
+            for nbytes in (query, keys):
+                self._add("activations", "all_to_all", "cp", nbytes * cp, 2 * (forward + m))
+
+    def _recomputed_segments(self) -> dict[int, int]:
+        """Segment that runs again -> position of its last op that saves a tensor, where the second run stops."""
+        sizes = ElementSizes(torch.float32, torch.float32)
+        stops: dict[int, int] = {}
+        for segment in self.traced.layers:
+            if self.home[segment.index] == self.stage and self.plan.checkpoint_mode(segment.path) == "full":
+                nodes = [n for n in self.nodes if n.meta["segment"] == segment.index]
+                kept = kept_tensors(nodes, sizes)
+                stops[segment.index] = max((self.position[k.keeper] for k in kept), default=-1) + 1
+        return stops
+
+    def _count_boundaries(self) -> None:
+        """Tensors made on this stage or before for a later one, and the gradients that come back."""
+        free = _input_only(self.traced)
+        for source in self.traced.graph_module.graph.nodes:
+            if source.op != "call_function" or source in free or source not in self.live:
+                continue
+            made = self.home[source.meta["segment"]]
+            last = max((self.home[u.meta["segment"]] for u in source.users if u in self.live and u.op != "output"),
+                       default=made)  # fmt: skip
+            forth = made <= self.stage < last
+            back = made < self.stage <= last and source.meta.get("grad")
+            if forth or back:
+                times = self.plan.micro_batches * (forth + bool(back))
+                self._add("boundary", "send", "pp", self._boundary_bytes(source), times)
+
+    def _boundary_bytes(self, source: fx.Node) -> int:
+        layout = self.layouts.get("tp")
+        placement = layout.leaving.get(source, REPLICATE) if layout is not None else REPLICATE
+        return self._bytes(source, "tp") // (self.plan.degrees.tp if placement.is_shard else 1)
+
+    # --- once a step --------------------------------------------------------------------------------------------------
+
+    def _count_gradients(self) -> None:
+        d, over = self.plan.degrees, dict.fromkeys(("dp", "cp", "tp"), 0)
+        for node in self._parameters(self.stage):
+            spec = self.traced.parameters[str(node.target)]
+            if not spec.requires_grad:
+                continue
+            nbytes = self._stored_elements(node) * spec.dtype.itemsize
+            over["dp"] += nbytes if d.dp > 1 else 0
+            for axis, layout in self.layouts.items():
+                if axis in self._partial_axes(node, layout, axis):
+                    over[axis] += nbytes
+            self._count_tied(node, nbytes)
+        for axis, nbytes in over.items():
+            self._add("gradients", "all_reduce", axis, nbytes, 1)
+
+    def _count_tied(self, node: fx.Node, nbytes: int) -> None:
+        holders = [s for s in range(self.stages) if node in self._parameters(s)]
+        if len(holders) == self.stages > 1:
+            self._add("gradients", "all_reduce", "pp", nbytes, 1)
+        elif len(holders) > 1:
+            self._add("gradients", "send", "pp", nbytes * (len(holders) - 1), 1)
+
+    def _count_control(self) -> None:
+        """The number of tokens (int64), and the loss from the last stage to all."""
+        d, loss = self.plan.degrees, next(n for n in self.live if n.op == "output").all_input_nodes[0]
+        wide = max(4, loss.meta["dtype"].itemsize)
+        if d.dp > 1:
+            self._add("control", "all_reduce", "dp", 8, 1)
+            if self.stage == self.stages - 1:
+                self._add("control", "all_reduce", "dp", wide, 1)
+        if self.stages > 1:
+            self._add("control", "broadcast", "pp", wide, 1)
+
+    # --- sizes and places ---------------------------------------------------------------------------------------------
+
+    def _add(self, purpose: str, kind: str, axis: str, nbytes: int, times: int) -> None:
+        if kind not in _LOCAL and nbytes and times and getattr(self.plan.degrees, axis) > 1:
+            self.tally[purpose, kind, axis, nbytes] += times
+
+    def _here(self, node: fx.Node) -> bool:
+        return self.home[node.meta["segment"]] == self.stage
+
+    def _parameters(self, stage: int) -> dict[fx.Node, None]:
+        """get_attr nodes of the parameters a stage reads."""
+        users = ((s, u) for u in self.live if u.op == "call_function" for s in u.all_input_nodes)
+        found = {s: None for s, u in users
+                 if s.op == "get_attr" and str(s.target) in self.traced.parameters
+                 and self.home[u.meta["segment"]] == stage}  # fmt: skip
+        return dict.fromkeys(sorted(found, key=self.position.__getitem__))
+
+    def _partial_axes(self, parameter: fx.Node, layout: Propagation, axis: str) -> tuple[str, ...]:
+        """(axis,) if every reader sees only a summand of the gradient of a replicated parameter: summed once a step."""
+        if parameter.op != "get_attr" or not parameter.meta.get("grad") or layout.placement.get(parameter) != REPLICATE:
+            return ()
+        wanted = set()
+        for user in parameter.users:
+            if user in layout.strategy:
+                pairs = zip(user.all_input_nodes, layout.strategy[user].inputs, strict=True)
+                wanted |= {w.kind for s, w in pairs if s is parameter and w is not None}
+        return (axis,) if wanted == {"R|P"} else ()
+
+    def _stored_elements(self, parameter: fx.Node) -> int:
+        layout = self.layouts.get("tp")
+        sharded = layout is not None and layout.placement[parameter].is_shard
+        return self.traced.parameters[str(parameter.target)].numel // (self.plan.degrees.tp if sharded else 1)
+
+    def _elements(self, node: fx.Node, whole_sequence: bool = False) -> int:
+        sizes = self.sizes | ({self.traced.seq: self.plan.seq_len} if whole_sequence else {})
+        total = sympy.Mul(*(sympy.sympify(d) for d in node.meta["shape"]))
+        return int(total.subs(sizes))
+
+    def _bytes(self, node: fx.Node, axis: str) -> int:
+        """Of the whole tensor over `axis`: over tp that of one cp rank."""
+        elements = self._elements(node, whole_sequence=axis == "cp")
+        return elements * int(node.meta["dtype"].itemsize)
+
+    def _local_bytes(self, node: fx.Node) -> int:
+        layout = self.layouts.get("tp")
+        sharded = layout is not None and layout.placement[node].is_shard
+        return self._bytes(node, "tp") // (self.plan.degrees.tp if sharded else 1)
+
+
+def _stage_of_segments(traced: TracedModel, plan: Plan) -> dict[int, int]:
+    """Glue goes with the layer after it, the epilogue with the last stage."""
+    stage_of_layer = {path: i for i, stage in enumerate(plan.layer_paths()) for path in stage}
+    home, following = {}, len(plan.stages) - 1
+    for segment in reversed(traced.segments):
+        following = stage_of_layer.get(segment.path, following) if segment.kind == "layer" else following
+        home[segment.index] = following
+    if traced.segments and traced.segments[0].kind == "glue":
+        home[traced.segments[0].index] = 0
+    return home
+
+
+def _leading_to_output(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes that are computed at all."""
+    seen: set[fx.Node] = set()
+    open_ = [node for node in graph.nodes if node.op == "output"]
+    while open_:
+        node = open_.pop()
+        if node not in seen:
+            seen.add(node)
+            open_ += node.all_input_nodes
+    return seen
+
+
+def _input_only(traced: TracedModel) -> set[fx.Node]:
+    """Computed from inputs and buffers alone, without gradient: every stage that needs them computes them itself."""
+    free: set[fx.Node] = set()
+    for node in traced.graph_module.graph.nodes:
+        if node.op != "output" and not node.meta["grad"] and all(s in free for s in node.all_input_nodes):
+            free.add(node)
+    return free
+
+
+def _differs(source: fx.Node, have: Placement, wanted: Placement) -> bool:
+    return have != wanted and not (have.is_replicated and wanted.is_replicated and not source.meta["grad"])

@@ -1,0 +1,169 @@
+"""Ranks of many plans run on fake tensors: what they send is what the cost model predicts, whatever the world size."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from autopar import cli, passes
+from autopar.dryrun import DryRun, dry_run_captured
+from autopar.dryrun.result import CollectiveRow, MemoryRow
+from autopar.errors import PlanMismatchError, SpecError
+from autopar.ir import TracedModel
+from autopar.mesh import Degrees
+from autopar.plan import Plan
+from autopar.runtime import collectives
+from autopar.trace import trace
+from tests import models, plans
+
+
+@pytest.fixture(scope="module")
+def llama() -> TracedModel:
+    return passes.prepare(trace(models.llama4kv_tiny(), models.default_batch()))
+
+
+@pytest.fixture(scope="module")
+def tied_gpt() -> TracedModel:
+    return passes.prepare(trace(models.tiny_gpt(), models.default_batch()))
+
+
+def llama_plan(degrees: Degrees, **options: object) -> Plan:
+    return plans.megatron("llama", degrees, **options)  # type: ignore[arg-type]
+
+
+WIDE = Degrees(dp=4, tp=4, pp=4)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "sequence_sharding", "schedule"),
+    [(False, False, "1f1b"), (False, True, "gpipe"), (True, False, "gpipe"), (True, True, "1f1b")],
+)
+def test_a_mesh_of_64(llama: TracedModel, checkpoint: bool, sequence_sharding: bool, schedule: str) -> None:
+    plan = llama_plan(WIDE, checkpoint=checkpoint, sequence_sharding=sequence_sharding, schedule=schedule)
+    result = dry_run_captured(plan, llama)
+    assert [rank.stage for rank in result.ranks] == [0, 1, 2, 3]
+    assert [rank.rank for rank in result.ranks] == [0, 16, 32, 48]
+    assert result.agrees, result.text()
+    assert all(rank.collectives for rank in result.ranks)
+
+
+@pytest.mark.parametrize(
+    ("kind", "checkpoint"), [("ring", True), ("ring", False), ("all-gather", True), ("all-to-all", True)]
+)
+def test_context_parallel(llama: TracedModel, kind: str, checkpoint: bool) -> None:
+    degrees = Degrees(cp=2, tp=2, pp=2, dp=2)
+    plan = llama_plan(degrees, checkpoint=checkpoint).replace(context_parallel=kind)
+    result = dry_run_captured(plan, llama)
+    assert result.agrees, result.text()
+    assert any(row.axis == "cp" and row.purpose == "activations" for row in result.ranks[0].collectives)
+
+
+@pytest.mark.parametrize("degrees", [Degrees(pp=4), Degrees(pp=2, tp=2), Degrees(pp=2, dp=2), Degrees(tp=4, dp=2)])
+def test_tied_weights_are_summed_over_their_stages(tied_gpt: TracedModel, degrees: Degrees) -> None:
+    result = dry_run_captured(plans.megatron("tiny_gpt", degrees), tied_gpt)
+    assert result.agrees, result.text()
+    tied = [row for rank in result.ranks for row in rank.collectives if (row.purpose, row.axis) == ("gradients", "pp")]
+    assert len(tied) == (2 if degrees.pp > 1 else 0)
+
+
+def test_one_rank_needs_no_process_group(llama: TracedModel) -> None:
+    result = dry_run_captured(llama_plan(Degrees()), llama)
+    assert result.agrees
+    assert result.ranks[0].collectives == ()
+    assert result.ranks[0].parameters == llama.parameter_count
+    assert not torch.distributed.is_initialized()
+
+
+def test_memory_by_category(llama: TracedModel) -> None:
+    rank = dry_run_captured(llama_plan(Degrees(tp=2)), llama).ranks[0]
+    held = {row.category: row.measured for row in rank.memory}
+    assert held["parameters"] == held["gradients"] == 8 * rank.parameters
+    # Two moments as large as the parameters, and a step count of four bytes for each tensor.
+    assert held["optimizer"] == pytest.approx(16 * rank.parameters, rel=0.01)
+    assert held["activations"] > 0
+    assert held["total"] == sum(value for name, value in held.items() if name != "total")
+
+
+def test_checkpointing_and_fewer_micro_batches_hold_less(llama: TracedModel) -> None:
+    def activations(**options: object) -> int:
+        memory = dry_run_captured(llama_plan(Degrees(pp=2), **options), llama, [0]).ranks[0].memory
+        return next(row.measured for row in memory if row.category == "activations")
+
+    kept, again = activations(), activations(checkpoint=True)
+    assert again < 0.7 * kept
+    # Eight micro-batches: 1F1B holds two of them on the first of two stages, GPipe all eight.
+    assert activations(schedule="gpipe") > 3 * kept
+
+
+def test_not_all_micro_batches_need_to_run(llama: TracedModel) -> None:
+    rank = dry_run_captured(llama_plan(Degrees(pp=2)), llama, [0]).ranks[0]
+    assert (rank.micro_batches_run, rank.micro_batches) == (3, 8)
+    boundary = next(row for row in rank.collectives if row.purpose == "boundary")
+    assert boundary.count == 8
+
+
+def test_what_is_not_as_predicted_is_an_error(llama: TracedModel) -> None:
+    result = dry_run_captured(llama_plan(Degrees(tp=2)), llama)
+    rank = result.ranks[0]
+    wrong = dataclasses.replace(rank.collectives[0], predicted=rank.collectives[0].count + 1)
+    bad = dataclasses.replace(result, ranks=(dataclasses.replace(rank, collectives=(wrong, *rank.collectives[1:])),))
+    assert result.agrees
+    assert not bad.agrees
+    assert "\n! activations" in bad.text()
+    assert "DIFFERS" in bad.text()
+    assert not dataclasses.replace(result, broken_boundaries=("stage 0 sends a, stage 1 receives b",)).agrees
+
+
+def test_a_collective_that_is_left_out_shows(llama: TracedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prediction is made from the plan, the run from the rewritten graph and the runtime's kernels."""
+    plan = llama_plan(Degrees(tp=2), sequence_sharding=False)
+    assert dry_run_captured(plan, llama).agrees
+    monkeypatch.setitem(collectives._COLLECTIVES, "all_reduce", collectives._none)
+    assert not dry_run_captured(plan, llama).agrees
+
+
+def test_memory_off_by_more_than_five_percent_warns(llama: TracedModel) -> None:
+    rank = dry_run_captured(llama_plan(Degrees(tp=2)), llama).ranks[0]
+    measured = rank.memory[-1].measured
+
+    def predicted(total: float) -> DryRun:
+        memory = (*rank.memory[:-1], MemoryRow("total", measured, round(total)))
+        return DryRun(llama_plan(Degrees(tp=2)), (dataclasses.replace(rank, memory=memory),), (), ())
+
+    assert predicted(1.04 * measured).warnings == []
+    assert "-6.0 % off" in predicted(0.94 * measured).warnings[0]
+    assert predicted(0.94 * measured).agrees
+
+
+@pytest.mark.parametrize("rank", [-1, 64])
+def test_a_rank_outside_the_mesh_is_refused(llama: TracedModel, rank: int) -> None:
+    with pytest.raises(SpecError, match=rf"rank {rank} is outside the plan's 64 ranks.*0 to 63"):
+        dry_run_captured(llama_plan(WIDE), llama, [rank])
+
+
+def test_a_plan_of_another_model_is_refused(tied_gpt: TracedModel) -> None:
+    with pytest.raises(PlanMismatchError, match="no such layer"):
+        dry_run_captured(llama_plan(Degrees(tp=2)), tied_gpt)
+
+
+def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.json"
+    searched = ["plan", "--model", "llama-tiny", "--cluster", "local:8", "--global-batch", "16", "--seq-len", "64"]
+    assert cli.main([*searched, "--pin", "tp=2", "--pin", "pp=2", "-o", str(path)]) == 0
+    capsys.readouterr()
+    assert cli.main(["dryrun", str(path), "--model", "llama-tiny", "--rank", "5", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["agrees"] is True
+    assert data["world_size"] == 8
+    (rank,) = data["ranks"]
+    assert (rank["rank"], rank["stage"]) == (5, 1)
+    assert {row["purpose"] for row in rank["collectives"]} == {"activations", "boundary", "control", "gradients"}
+    predicted = {row["category"]: row["predicted"] for row in rank["memory"]}
+    assert predicted["parameters"] == next(row["measured"] for row in rank["memory"] if row["category"] == "parameters")
+    assert CollectiveRow(**rank["collectives"][0]).count > 0
+    assert cli.main(["dryrun", str(path), "--model", "llama-tiny", "--rank", "8"]) == 2
+    assert "rank 8 is outside" in capsys.readouterr().err
