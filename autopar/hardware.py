@@ -1,15 +1,19 @@
 """Presets of devices and of the nodes they come in, as data. Every number has its unit and origin beside it.
 
-Peaks are dense figures (no structured sparsity). "fp32" is what torch computes by default, without TF32. Efficiencies
-are fits on published training runs where such runs exist (see the comment at each), else the value of the nearest
-measured device.
+Peaks are dense figures (no structured sparsity). "fp32" is what torch computes by default, without TF32. Efficiencies,
+power derates and link efficiencies are read from the cost model's constants file, where unit, bounds and origin stand
+beside each.
 """
 
 from __future__ import annotations
 
 import math
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from autopar.errors import SpecError, nearest
 from autopar.specs import ClusterSpec, DeviceSpec, LinkSpec
@@ -21,6 +25,22 @@ CUDA_RESERVED_BYTES = 4 << 30
 """CUDA context (0.5 GiB), NCCL channels (about 1 GiB with several groups), allocator fragmentation: rule of thumb."""
 
 
+CONSTANTS_FILE = Path(__file__).parent / "cost_model" / "constants" / "fitted.toml"
+
+
+def _read_constants() -> Mapping[str, Any]:
+    return MappingProxyType(tomllib.loads(CONSTANTS_FILE.read_text(encoding="utf-8")))
+
+
+_CONSTANTS = _read_constants()
+
+
+def _constant(name: str, key: str) -> float:
+    """Value of a constant for a device or generation."""
+    entry = _CONSTANTS[name]
+    return float(entry["value"] if "value" in entry else entry["values"][key])
+
+
 DEVICES: Mapping[str, DeviceSpec] = {
     "v100-32g": DeviceSpec(
         name="V100-SXM2-32GB",
@@ -28,8 +48,8 @@ DEVICES: Mapping[str, DeviceSpec] = {
         # Tesla V100 data sheet; no bf16 units: torch falls back to fp32 arithmetic
         flops={"fp64": 7.8e12, "fp32": 15.7e12, "bf16": 15.7e12, "fp16": 125e12},
         memory_bandwidth=900e9,  # data sheet, bytes/s
-        matmul_efficiency=0.70,  # no published run in the fit; between K80-era cuBLAS reports and A100
-        attention_efficiency=0.25,  # no flash kernel for Volta in torch: memory-efficient SDPA
+        matmul_efficiency=_constant("matmul_16bit", "volta"),
+        attention_efficiency=_constant("attention_16bit", "volta"),
         memory_efficiency=0.85,
         launch_s=6e-6,
         reserved_bytes=2 << 30,
@@ -39,8 +59,8 @@ DEVICES: Mapping[str, DeviceSpec] = {
         memory_bytes=40536 * MIB,  # nvidia-smi total
         flops={"fp64": 19.5e12, "fp32": 19.5e12, "bf16": 312e12, "fp16": 312e12},  # A100 data sheet
         memory_bandwidth=1.555e12,  # data sheet
-        matmul_efficiency=0.80,  # fitted on published runs
-        attention_efficiency=0.39,  # flash attention forward, causal, fitted on published runs
+        matmul_efficiency=_constant("matmul_16bit", "ampere"),
+        attention_efficiency=_constant("attention_16bit", "ampere"),
         memory_efficiency=0.85,
         reserved_bytes=CUDA_RESERVED_BYTES,
     ),
@@ -49,8 +69,8 @@ DEVICES: Mapping[str, DeviceSpec] = {
         memory_bytes=81920 * MIB,  # nvidia-smi total
         flops={"fp64": 19.5e12, "fp32": 19.5e12, "bf16": 312e12, "fp16": 312e12},
         memory_bandwidth=2.039e12,  # data sheet
-        matmul_efficiency=0.80,
-        attention_efficiency=0.39,
+        matmul_efficiency=_constant("matmul_16bit", "ampere"),
+        attention_efficiency=_constant("attention_16bit", "ampere"),
         memory_efficiency=0.85,
         reserved_bytes=CUDA_RESERVED_BYTES,
     ),
@@ -60,8 +80,8 @@ DEVICES: Mapping[str, DeviceSpec] = {
         # H100 data sheet, dense
         flops={"fp64": 66.9e12, "fp32": 66.9e12, "bf16": 989.4e12, "fp16": 989.4e12, "fp8": 1978.9e12},
         memory_bandwidth=3.35e12,
-        matmul_efficiency=0.71,  # fitted on published runs
-        attention_efficiency=0.51,  # cuDNN attention forward, causal, fitted on published runs
+        matmul_efficiency=_constant("matmul_16bit", "hopper"),
+        attention_efficiency=_constant("attention_16bit", "hopper"),
         memory_efficiency=0.85,
         reserved_bytes=CUDA_RESERVED_BYTES,
     ),
@@ -70,8 +90,8 @@ DEVICES: Mapping[str, DeviceSpec] = {
         memory_bytes=143771 * MIB,  # nvidia-smi total
         flops={"fp64": 66.9e12, "fp32": 66.9e12, "bf16": 989.4e12, "fp16": 989.4e12, "fp8": 1978.9e12},
         memory_bandwidth=4.8e12,  # data sheet
-        matmul_efficiency=0.71,  # same chip as the H100
-        attention_efficiency=0.51,
+        matmul_efficiency=_constant("matmul_16bit", "hopper"),
+        attention_efficiency=_constant("attention_16bit", "hopper"),
         memory_efficiency=0.85,
         reserved_bytes=CUDA_RESERVED_BYTES,
     ),
@@ -81,8 +101,8 @@ DEVICES: Mapping[str, DeviceSpec] = {
         # DGX B200 data sheet divided by 8, dense
         flops={"fp64": 37e12, "fp32": 75e12, "bf16": 2250e12, "fp16": 2250e12, "fp8": 4500e12},
         memory_bandwidth=8.0e12,
-        matmul_efficiency=0.48,  # one published source only
-        attention_efficiency=0.40,  # no separate fit; scaled from H100 as its matmul is
+        matmul_efficiency=_constant("matmul_16bit", "blackwell"),
+        attention_efficiency=_constant("attention_16bit", "blackwell"),
         memory_efficiency=0.85,
         reserved_bytes=CUDA_RESERVED_BYTES,
     ),
@@ -92,11 +112,11 @@ DEVICES: Mapping[str, DeviceSpec] = {
         # GB200 NVL72 data sheet divided by 72, dense
         flops={"fp64": 40e12, "fp32": 80e12, "bf16": 2500e12, "fp16": 2500e12, "fp8": 5000e12},
         memory_bandwidth=8.0e12,
-        matmul_efficiency=0.68,
-        attention_efficiency=0.45,
+        matmul_efficiency=_constant("matmul_16bit", "blackwell"),
+        attention_efficiency=_constant("attention_16bit", "blackwell"),
         memory_efficiency=0.85,
         reserved_bytes=CUDA_RESERVED_BYTES,
-        power_derate=0.82,  # 1200 W a module against 1400 W of the GB300: fitted on published runs of both
+        power_derate=_constant("power_derate", "gb200"),
     ),
     "gb300": DeviceSpec(
         name="GB300-288GB",
@@ -104,8 +124,8 @@ DEVICES: Mapping[str, DeviceSpec] = {
         # GB300 NVL72 data sheet divided by 72, dense; the fp64 units were given up
         flops={"fp64": 1.3e12, "fp32": 80e12, "bf16": 2500e12, "fp16": 2500e12, "fp8": 5000e12},
         memory_bandwidth=8.0e12,
-        matmul_efficiency=0.68,
-        attention_efficiency=0.45,
+        matmul_efficiency=_constant("matmul_16bit", "blackwell"),
+        attention_efficiency=_constant("attention_16bit", "blackwell"),
         memory_efficiency=0.85,
         reserved_bytes=CUDA_RESERVED_BYTES,
     ),
@@ -114,11 +134,11 @@ DEVICES: Mapping[str, DeviceSpec] = {
         memory_bytes=97871 * MIB,  # nvidia-smi total
         flops={"fp64": 66.9e12, "fp32": 66.9e12, "bf16": 989.4e12, "fp16": 989.4e12, "fp8": 1978.9e12},
         memory_bandwidth=2.4e12,  # HBM2e, stated by its users
-        matmul_efficiency=0.71,
-        attention_efficiency=0.55,
+        matmul_efficiency=_constant("matmul_16bit", "hopper"),
+        attention_efficiency=_constant("attention_16bit", "hopper"),
         memory_efficiency=0.85,
         reserved_bytes=CUDA_RESERVED_BYTES,
-        power_derate=0.78,  # 500 W against 700 W: fitted on published runs
+        power_derate=_constant("power_derate", "h100-500w"),
     ),
     "cpu": DeviceSpec(
         name="local process",
@@ -164,35 +184,47 @@ class NodePreset:
     network: LinkSpec
 
 
-def _nvlink(span: int, bandwidth: float, *, sharp: bool = False) -> LinkSpec:
+def _nvlink(span: int, bandwidth: float, generation: str, *, sharp: bool = False) -> LinkSpec:
     # latency: one NCCL hop inside a node, low-latency protocol, about 2 us (NCCL tuning tables)
     return LinkSpec(
-        name="nvlink", span=span, bandwidth=bandwidth, latency=2e-6, efficiency=0.8, in_network_reduction=sharp
+        name="nvlink",
+        span=span,
+        bandwidth=bandwidth,
+        latency=2e-6,
+        efficiency=_constant("nvlink_efficiency", generation),
+        in_network_reduction=sharp,
     )
 
 
 def _infiniband(bandwidth: float) -> LinkSpec:
-    # span 0 is replaced by the whole cluster; latency of one hop with GPUDirect, about 5 us; 0.9 of NIC is fitted
-    return LinkSpec(name="infiniband", span=0, bandwidth=bandwidth, latency=5e-6, efficiency=0.9)
+    # span 0 is replaced by the whole cluster; latency of one hop with GPUDirect, about 5 us
+    efficiency = _constant("network_efficiency", "")
+    return LinkSpec(name="infiniband", span=0, bandwidth=bandwidth, latency=5e-6, efficiency=efficiency)
 
 
 NODES: Mapping[str, NodePreset] = {
     # DGX-1: hybrid cube mesh of 6 NVLink2 x 25 GB/s; rings use all; 4 x EDR 100 Gb/s for 8 GPUs
     "dgx-v100": NodePreset(
-        device="v100-32g", devices_per_node=8, links=(_nvlink(8, 150e9),), network=_infiniband(6.25e9)
+        device="v100-32g", devices_per_node=8, links=(_nvlink(8, 150e9, "volta"),), network=_infiniband(6.25e9)
     ),
     # DGX A100: NVSwitch, 12 NVLink3 x 25 GB/s; 8 x HDR 200 Gb/s
     "dgx-a100-40g": NodePreset(
-        device="a100-40g", devices_per_node=8, links=(_nvlink(8, 300e9),), network=_infiniband(25e9)
+        device="a100-40g", devices_per_node=8, links=(_nvlink(8, 300e9, "ampere"),), network=_infiniband(25e9)
     ),
     "dgx-a100-80g": NodePreset(
-        device="a100-80g", devices_per_node=8, links=(_nvlink(8, 300e9),), network=_infiniband(25e9)
+        device="a100-80g", devices_per_node=8, links=(_nvlink(8, 300e9, "ampere"),), network=_infiniband(25e9)
     ),
     # DGX H100/H200: NVSwitch, 18 NVLink4 x 25 GB/s; 8 x NDR 400 Gb/s. NVLink SHARP exists but is not counted on
-    "dgx-h100": NodePreset(device="h100", devices_per_node=8, links=(_nvlink(8, 450e9),), network=_infiniband(50e9)),
-    "dgx-h200": NodePreset(device="h200", devices_per_node=8, links=(_nvlink(8, 450e9),), network=_infiniband(50e9)),
+    "dgx-h100": NodePreset(
+        device="h100", devices_per_node=8, links=(_nvlink(8, 450e9, "hopper"),), network=_infiniband(50e9)
+    ),
+    "dgx-h200": NodePreset(
+        device="h200", devices_per_node=8, links=(_nvlink(8, 450e9, "hopper"),), network=_infiniband(50e9)
+    ),
     # DGX B200: NVSwitch, 18 NVLink5 x 50 GB/s; 8 x NDR 400 Gb/s
-    "dgx-b200": NodePreset(device="b200", devices_per_node=8, links=(_nvlink(8, 900e9),), network=_infiniband(50e9)),
+    "dgx-b200": NodePreset(
+        device="b200", devices_per_node=8, links=(_nvlink(8, 900e9, "blackwell"),), network=_infiniband(50e9)
+    ),
     # processes on this machine over gloo (TCP on loopback): about 1 GB/s and 100 us a message, rule of thumb
     "local": NodePreset(
         device="cpu",

@@ -4,7 +4,7 @@
     python benchmarks/fit_constants.py --data FILE --cross    # leave one source out, each refitted
 
 Least squares of log(predicted / measured), reweighted towards absolute errors, each constant within its physical
-bounds, from its prior and with a weak pull towards it (so that what the data does not say stays where physics put it). Sources
+bounds, from its prior and with a weak pull towards it: what the data does not say stays where physics put it. Sources
 weigh by the root of their rows, so that a large one does not decide alone. Cross-validation is by source, never by row:
 rows of one source share its software, its cluster and its author's way of measuring.
 """
@@ -30,7 +30,7 @@ __all__ = ["cross_validate", "fit"]
 
 Array = npt.NDArray[np.float64]
 
-ROUNDS = 12
+ROUNDS = 10
 SOFT_ERROR = 0.02
 """Below this a row's error counts quadratically, above it linearly."""
 PULL = 0.15
@@ -40,7 +40,7 @@ PULL = 0.15
 class _Fit:
     def __init__(self, prepared: Sequence[Prepared], start: Constants) -> None:
         self.prepared = [p for p in prepared if p.run.step_s]
-        self.start = start
+        self.start = start.priors()  # what these rows do not say keeps its prior
         kinds = {p.run.device_kind for p in self.prepared}
         generations = {p.generation for p in self.prepared}
         self.free: list[Constant] = [
@@ -52,7 +52,7 @@ class _Fit:
         rows = Counter(p.run.source for p in self.prepared)
         self.weight = np.array([_trust(p) / math.sqrt(rows[p.run.source]) for p in self.prepared])
         self.weight *= len(self.weight) / self.weight.sum()
-        self.home = self._positions(start.priors())
+        self.home = self._positions(self.start)
 
     def _positions(self, constants: Constants) -> Array:
         values = np.array([constants.table[c.key].value for c in self.free])
@@ -85,7 +85,7 @@ class _Fit:
             gain, best = best - loss, loss
             x, errors, damping = trial, trial_errors, damping / 4
             print(f"  loss {best:.4f}  mean {np.abs(np.expm1(errors)).mean():.4f}", file=sys.stderr, flush=True)
-            if gain < 1e-3 * best:
+            if gain < 2e-3 * best:
                 break
         return self.constants(x)
 

@@ -1,7 +1,7 @@
 """Published measurements as inputs of the cost model: a row's model shape, cluster, layout and declared stack.
 
-A row is one JSON object with the columns described in docs/cost_model.md. What it does not state is assumed here, in one
-place, and listed in `assumed`.
+A row is one JSON object with the columns described in docs/cost_model.md. What it does not state is assumed here, in
+one place, and listed in `assumed`.
 """
 
 from __future__ import annotations
@@ -211,12 +211,17 @@ def _plan(row: Row, shape: BlockShape, layout: RunLayout) -> Plan:
     """The row's layout as a plan: Megatron's columns and rows, even stages."""
     placements: dict[str, str] = {}
     if layout.degrees.tp > 1:
-        columns = ["attn.q_proj", "attn.k_proj", "attn.v_proj", "mlp.up_proj"] + ["mlp.gate_proj"] * shape.gated_mlp
+        columns = ["mlp.up_proj"] + ["mlp.gate_proj"] * shape.gated_mlp
+        columns += [] if shape.fused_qkv else ["attn.q_proj", "attn.k_proj", "attn.v_proj"]
         placements = {f"layers.*.{name}.weight": "S(0)" for name in columns}
         if not shape.gated_mlp:
             placements |= {f"layers.*.{name}.bias": "S(0)" for name in columns}
+        if shape.fused_qkv:
+            placements |= {f"layers.*.attn.qkv_proj.{name}": "S(0,left=3)" for name in ("weight", "bias")}
         placements |= {"layers.*.attn.o_proj.weight": "S(1)", "layers.*.mlp.down_proj.weight": "S(1)"}
         placements |= {"embed.weight": "S(0)"} | ({"lm_head.weight": "S(0)"} if shape.gated_mlp else {})
+    mode = {"none": None, "full": "full"}.get(layout.recompute, "selective")
+    checkpoint = {"layers.*": mode} if mode else {}
     stages, first = [], 0
     counts = stage_layers(layout.layers, layout.degrees.pp, layout.virtual_stages)
     for count in counts:
@@ -225,6 +230,6 @@ def _plan(row: Row, shape: BlockShape, layout: RunLayout) -> Plan:
     return Plan(
         degrees=layout.degrees, global_batch=row["gbs"], seq_len=layout.seq_len, micro_batch=layout.micro_batch,
         stages=tuple(stages), schedule="1f1b", sequence_sharding=layout.sequence_sharding, parameters=placements,
-        checkpoint={} if layout.recompute == "none" else {"layers.*": "full" if layout.recompute == "full" else "selective"},
+        checkpoint=checkpoint,
         zero=layout.zero, precision="bf16-mixed",
     )  # fmt: skip

@@ -61,9 +61,8 @@ def print_report(found: dict[str, Any], priced: Sequence[Priced], worst: int) ->
     _print_times("step time", found)
     if "leave_one_source_out" in found:
         _print_times("leave one source out", found["leave_one_source_out"])
-        print(
-            f"  device and precision found nowhere else: {', '.join(found['leave_one_source_out']['found_nowhere_else'])}"
-        )
+        alone = ", ".join(found["leave_one_source_out"]["found_nowhere_else"])
+        print(f"  device and precision found nowhere else: {alone}")
     print("\norder of layouts            pairs  ordered  groups  median regret")
     for source, score in found["ordering"].items():
         regret = f"{score['median_regret']:13.1%}" if "median_regret" in score else ""
@@ -71,14 +70,12 @@ def print_report(found: dict[str, Any], priced: Sequence[Priced], worst: int) ->
     print("\npeak memory                     n    mean   median    bias")
     for kind, score in found["memory"].items():
         if kind != "oom":
-            print(
-                f"  {kind:24} {score['n']:6} {score['mean_abs_error']:7.1%} {score['median_abs_error']:8.1%} {score['bias']:+7.1%}"
-            )
+            errors = f"{score['mean_abs_error']:7.1%} {score['median_abs_error']:8.1%} {score['bias']:+7.1%}"
+            print(f"  {kind:24} {score['n']:6} {errors}")
     for row in found["memory"]["oom"]:
         said = "fits (wrong)" if row["fits"] else "does not fit"
-        print(
-            f"  {row['id']} ran out of memory: predicted {row['predicted_gib']:.1f} of {row['device_gib']:.1f} GiB, {said}"
-        )
+        sizes = f"{row['predicted_gib']:.1f} of {row['device_gib']:.1f} GiB"
+        print(f"  {row['id']} ran out of memory: predicted {sizes}, {said}")
     print(f"\nworst {worst} rows" if worst else "")
     timed = [p for p in priced if p.run.step_s is not None]
     for p in sorted(timed, key=lambda p: -abs(p.error))[:worst]:
@@ -95,9 +92,8 @@ def print_report(found: dict[str, Any], priced: Sequence[Priced], worst: int) ->
 def _print_times(title: str, scores: dict[str, Any]) -> None:
     print(f"\n{title:31} n    mean   median     p90    bias")
     for source, s in [*scores["by_source"].items(), ("overall", scores["overall"])]:
-        print(
-            f"  {source:24} {s['n']:6} {s['mean_abs_error']:7.1%} {s['median_abs_error']:8.1%} {s['p90_abs_error']:7.1%} {s['bias']:+7.1%}"
-        )
+        errors = f"{s['mean_abs_error']:7.1%} {s['median_abs_error']:8.1%} {s['p90_abs_error']:7.1%} {s['bias']:+7.1%}"
+        print(f"  {source:24} {s['n']:6} {errors}")
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Transformers of the two shapes that published runs report: GPT-like (LayerNorm, biases, GELU) and Llama-like (RMSNorm,
+"""Transformers of the two shapes that published runs report: GPT-like (LayerNorm, biases, GELU), Llama-like (RMSNorm,
 rotary positions, SwiGLU). Built on the meta device; two layers stand for all, since equal layers are counted.
 """
 
@@ -31,6 +31,11 @@ class BlockShape:
         return self.hidden // self.heads
 
     @property
+    def fused_qkv(self) -> bool:
+        """GPT-like models project q, k and v at once."""
+        return not self.gated_mlp and self.kv_heads == self.heads
+
+    @property
     def layer_parameters(self) -> int:
         """Matrix parameters of one layer."""
         key_value = 2 * self.hidden * self.kv_heads * self.head_dim
@@ -41,17 +46,20 @@ class _Attention(nn.Module):
     def __init__(self, shape: BlockShape, *, bias: bool, rotary: bool) -> None:
         super().__init__()
         self.head_dim, self.rotary, self.repeats = shape.head_dim, rotary, shape.heads // shape.kv_heads
-        self.q_proj = nn.Linear(shape.hidden, shape.heads * self.head_dim, bias=bias)
-        self.k_proj = nn.Linear(shape.hidden, shape.kv_heads * self.head_dim, bias=bias)
-        self.v_proj = nn.Linear(shape.hidden, shape.kv_heads * self.head_dim, bias=bias)
+        self.fused = shape.fused_qkv
+        if self.fused:
+            self.qkv_proj = nn.Linear(shape.hidden, 3 * shape.hidden, bias=bias)
+        else:
+            self.q_proj = nn.Linear(shape.hidden, shape.heads * self.head_dim, bias=bias)
+            self.k_proj = nn.Linear(shape.hidden, shape.kv_heads * self.head_dim, bias=bias)
+            self.v_proj = nn.Linear(shape.hidden, shape.kv_heads * self.head_dim, bias=bias)
         self.o_proj = nn.Linear(shape.heads * self.head_dim, shape.hidden, bias=bias)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         batch, seq, _ = x.shape
-        q, k, v = (
-            projection(x).view(batch, seq, -1, self.head_dim).transpose(1, 2)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        separate = () if self.fused else (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        parts = self.qkv_proj(x).chunk(3, dim=-1) if self.fused else separate
+        q, k, v = (part.view(batch, seq, -1, self.head_dim).transpose(1, 2) for part in parts)
         if self.rotary:
             q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.repeats > 1)

@@ -109,9 +109,9 @@ def _weight_shapes(found: Captured, layout: Any, tp: int) -> tuple[float, ...]:
 def _recompute_bytes(layer: BlockWork) -> dict[str, float]:
     """16-bit outputs of attention (with its fp32 log-sum-exp) and of every second product."""
     kernels = layer.forward
-    core = sum(k.m * k.count * (2 * k.k + 4) for k in kernels.rows if k.kind == ATTENTION)
-    products = [2 * k.m * k.n * k.count for k in kernels.rows if k.kind == MATMUL]
-    scores = sum(k.m * k.n * k.count for k in kernels.rows if k.kind == ATTENTION)
+    core = sum(k.m * k.batch * (2 * k.k + 4) for k in kernels.rows if k.kind == ATTENTION)
+    products = [2 * k.m * k.n * k.batch for k in kernels.rows if k.kind == MATMUL]
+    scores = sum(k.m * k.n * k.batch for k in kernels.rows if k.kind == ATTENTION)
     return {"scores": scores, "attention_core_bytes": core, "op_kept_bytes": core + sum(products[::2])}
 
 

@@ -19,7 +19,9 @@ from autopar.cost_model.block_problem import (
 )
 from autopar.cost_model.comm_cost import LOCAL_KINDS, GroupCost
 from autopar.cost_model.compute import Machine, local_kernels
-from autopar.cost_model.kernels import Kernels
+from autopar.cost_model.fusion import fused_bytes
+from autopar.cost_model.kernels import MEMORY, Kernel, Kernels
+from autopar.cost_model.op_facts import is_view
 from autopar.ir import TracedModel
 from autopar.placement import CONVERSIONS, REPLICATE, Placement
 
@@ -48,6 +50,8 @@ class LayoutPrice:
 
     step_communication_s is paid once a step: gradients of replicated parameters of which each rank has a summand.
     collectives: (kind, whole-tensor bytes) per micro-batch.
+    backward_reduction_s: the part of backward_communication_s that sums input gradients; a stack may compute weight
+    gradients meanwhile.
     """
 
     forward_s: float = 0.0
@@ -61,6 +65,7 @@ class LayoutPrice:
     backward_flops: float = 0.0
     collectives: tuple[tuple[str, float], ...] = ()
     strategies: Mapping[fx.Node, NodeStrategy] = field(default_factory=dict)
+    backward_reduction_s: float = 0.0
 
 
 def replicated(nodes: Sequence[fx.Node]) -> dict[fx.Node, NodeStrategy]:
@@ -90,16 +95,27 @@ def price_layout(
 def price_work(work: BlockWork, machine: Machine, group: GroupCost) -> LayoutPrice:
     """Seconds of a block's work on a machine and a tp group."""
     comm = [0.0, 0.0, 0.0]
-    moved = []
+    moved, reduction_s = [], 0.0
     for kind, whole_bytes, when in work.collectives:
         seconds = group.seconds(kind, whole_bytes)
         comm[when] += seconds
+        reduction_s += seconds if when == 1 and kind in ("all_reduce", "reduce_scatter") else 0.0
         if seconds and when < 2:
             moved.append((kind, whole_bytes))
     return LayoutPrice(
-        float(machine.seconds(work.forward).sum()), float(machine.seconds(work.backward).sum()), *comm,
-        work.saved_bytes, work.working_bytes, work.forward.flops, work.backward.flops, tuple(moved), work.strategies,
-    )  # fmt: skip
+        forward_s=float(machine.seconds(work.forward).sum()),
+        backward_s=float(machine.seconds(work.backward).sum()),
+        forward_communication_s=comm[0],
+        backward_communication_s=comm[1],
+        step_communication_s=comm[2],
+        saved_bytes=work.saved_bytes,
+        working_bytes=work.working_bytes,
+        forward_flops=work.forward.flops,
+        backward_flops=work.backward.flops,
+        collectives=tuple(moved),
+        strategies=work.strategies,
+        backward_reduction_s=reduction_s,
+    )
 
 
 def block_work(
@@ -115,11 +131,13 @@ def block_work(
     """Kernels, collectives and bytes of `nodes` under `layout` over `tp` ranks."""
     kernels, collectives, working = [], [], 0.0
     chosen = set(nodes)
+    chains = fused_bytes([n for n in nodes if n in layout], layout, measures, tp)
     for node in nodes:
         if node.op != "call_function" or node not in measures.sizes or node not in layout:
             continue
         strategy = layout[node]
-        kernels += local_kernels(measures.sizes[node], *strategy, tp)
+        kernels += _with_fused(local_kernels(measures.sizes[node], *strategy, tp), chains.get(node))
+        kernels += _gradient_sums(node, chosen, strategy, measures, tp)
         collectives += [("all_reduce", whole, 0) for whole in inner_reductions(node, strategy, measures)]
         working = max(working, _touched_bytes(node, strategy, measures, tp))
     for source, have, wanted in _conversions(traced, nodes, layout, sequence_sharding):
@@ -136,6 +154,26 @@ def block_work(
         Kernels(k for k in kernels if not k.backward), Kernels(k for k in kernels if k.backward), tuple(collectives),
         saved, working, {n: layout[n] for n in nodes if n in layout},
     )  # fmt: skip
+
+
+def _with_fused(kernels: Sequence[Kernel], chain: tuple[float, float] | None) -> list[Kernel]:
+    if chain is None:
+        return list(kernels)
+    return [kernel._replace(fused_bytes=chain[kernel.backward]) for kernel in kernels]
+
+
+def _gradient_sums(
+    node: fx.Node, inside: set[fx.Node], strategy: NodeStrategy, measures: BlockMeasures, tp: int
+) -> list[Kernel]:
+    """Autograd adds up the gradients of an activation that several ops read, a kernel for each but the first; where
+    chains are fused, the sum is part of one. The gradient of a split is one copy."""
+    users = [u for u in node.users if u.op == "call_function" and u.meta.get("grad")]
+    if not node.meta.get("grad") or len(users) < 2:
+        return []
+    local = measures.tensor_bytes[node] / (tp if strategy[1].is_shard else 1)
+    if is_view(node):  # the parts of a split are put together again
+        return [Kernel(MEMORY, moved_bytes=2 * local, backward=1, fused_bytes=2 * local)]
+    return [Kernel(MEMORY, moved_bytes=3 * local, backward=1, fused_bytes=0.0)] * (len(users) - 1)
 
 
 def _conversions(

@@ -122,9 +122,8 @@ def _matmul_dims(node: fx.Node) -> tuple[sympy.Expr, ...]:
 
 def _attention_dims(node: fx.Node) -> tuple[sympy.Expr, ...]:
     query, key = (node.args[i].meta["shape"] for i in range(2))  # type: ignore[union-attr]
-    return tuple(sympy.sympify(d) for d in (query[-2], key[-2], query[-1])) + (
-        sympy.Mul(*(sympy.sympify(d) for d in query[:-2])),
-    )
+    sizes = (sympy.sympify(d) for d in (query[-2], key[-2], query[-1]))
+    return (*sizes, sympy.Mul(*(sympy.sympify(d) for d in query[:-2])))
 
 
 @dataclass(frozen=True)

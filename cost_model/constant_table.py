@@ -1,7 +1,7 @@
 """Constants of the cost model, read from constants/*.toml: each with unit, value, bounds and origin.
 
-A constant has one value for all devices or one per device generation. Physical bounds stand beside each; a value that is
-NaN, negative or outside of them is refused, whoever wrote it.
+A constant has one value for all devices or one per device generation. Physical bounds stand beside each; a value that
+is NaN, negative or outside of them is refused, whoever wrote it.
 """
 
 from __future__ import annotations

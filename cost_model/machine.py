@@ -1,16 +1,17 @@
 """Seconds of kernels on one device in one precision, on one software stack.
 
-Matrix multiplication of [m,k] x [k,n], `count` times, in `rate` = peak x power derate x efficiency:
+Matrix multiplication of [m,k] x [k,n], `batch` times, in `rate` = peak x power derate x efficiency:
 
-    max(2 (count m n + wave_tail tile^2 multiprocessors) (k + k_fill) / rate, bytes / bandwidth) + launch
+    max(2 (batch m n + wave_tail tile^2 multiprocessors) (k + k_fill) / rate, bytes / bandwidth) + launch
 
 The last wave of output tiles is on average partly empty (wave quantisation), and each tile pays a fill of its pipeline
 over k, which is what makes narrow shards slow. Both are constants added to a product of sizes, so a price is affine in
 every size and the bounds of the search hold. Sizes that are no multiple of 16 bytes run on slower kernels.
 
-Attention: fused kernels at an own fraction of peak, falling at short sequences as s / (s + s_half) and at small heads as
+Attention: fused kernels at an own fraction of peak, falling at short sequences as s / (s + s_half), at small heads as
 d / (d + d_half), backward at a fraction of that; "unfused" is two products and the passes over the score matrix.
-Everything else moves the bytes of the eager graph times what the stack's elementwise class leaves of them.
+Everything else moves the bytes of the eager graph, an op a kernel, or of fused chains (`cost_model.fusion`), times a
+factor of the stack's elementwise class: chains it cannot fuse, dropout, statistics.
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ class Machine:
     launch_s: float
     elementwise_traffic: float
     element_bytes: int = 2
+    fuses: bool = False
     attention: str = "flash"
     fp8_flops_per_s: float | None = None
     fp8_cast_bytes: float = 0.0
-    gradient_bytes: float = 2.0
     wave_elements: float = 0.0
     k_fill: float = 0.0
     fp8_k_fill: float = 0.0
@@ -83,10 +84,10 @@ class Machine:
             launch_s=device.launch_s,
             elementwise_traffic=table[f"traffic_{stack.elementwise}"] if cuda else 1.0,
             element_bytes={"fp64": 8, "fp32": 4}.get(dtype, 2),
+            fuses=cuda and stack.elementwise != "eager",
             attention=stack.attention if cuda else "flash",
             fp8_flops_per_s=rate,
             fp8_cast_bytes=table[f"cast_{fp8}"] if fp8 else 0.0,
-            gradient_bytes=4.0 if stack.gradient_dtype == "fp32" else 2.0,
             **(_gpu_terms(table) if cuda else {"attention_backward": 1.0}),
         )
 
@@ -101,34 +102,29 @@ class Machine:
     def seconds(self, kernels: Kernels) -> Array:
         """Seconds of each kernel."""
         moved_s = kernels.moved_bytes / self.bytes_per_s
-        matmul_s = np.maximum(self._matmul_s(kernels), moved_s + self._extra_bytes(kernels) / self.bytes_per_s)
+        matmul_s = np.maximum(self._matmul_s(kernels), moved_s)
         attention_s = np.maximum(self._attention_s(kernels), moved_s)
-        memory_s = moved_s * self.elementwise_traffic
+        own = kernels.fused_bytes if self.fuses else kernels.moved_bytes
+        memory_s = own * self.elementwise_traffic / self.bytes_per_s
         times: Array = np.where(kernels.is_memory, memory_s, np.where(kernels.is_attention, attention_s, matmul_s))
         times += self._casts_s(kernels)
-        return times + self.launch_s
+        launched = np.where(kernels.is_memory & (own == 0), 0.0, self.launch_s)
+        total: Array = times + launched
+        return total
 
     def _matmul_s(self, kernels: Kernels) -> Array:
-        low = self.fp8_flops_per_s is not None
-        rate = (
-            np.where(kernels.is_matmul, self.fp8_flops_per_s, self.matmul_flops_per_s)
-            if low
-            else self.matmul_flops_per_s
-        )
+        low = self.fp8_flops_per_s
+        rate = np.where(kernels.is_matmul, low or 1.0, self.matmul_flops_per_s) if low else self.matmul_flops_per_s
         fill = np.where(kernels.is_matmul, self.fp8_k_fill, self.k_fill) if low else self.k_fill
-        outputs = kernels.count * kernels.m * kernels.n + self.wave_elements
-        return 2 * outputs * (kernels.k + fill) / rate * self._alignment(kernels.n, kernels.k)
+        outputs = kernels.batch * kernels.m * kernels.n + self.wave_elements
+        seconds: Array = 2 * outputs * (kernels.k + fill) / rate * self._alignment(kernels.n, kernels.k)
+        return seconds
 
     def _alignment(self, *dims: Array) -> Array:
-        slow: Array = np.zeros(1, dtype=bool)
+        slow = np.zeros(1, dtype=np.bool_)
         for dim in dims:
             slow = slow | (dim * self.element_bytes % _ALIGNED_BYTES != 0)
         return np.where(slow, self.unaligned_slowdown, 1.0)
-
-    def _extra_bytes(self, kernels: Kernels) -> Array:
-        """A weight gradient that accumulates in fp32 is read and written at 4 bytes instead of written at 2."""
-        wide = (2 * self.gradient_bytes - self.element_bytes) if self.gradient_bytes > self.element_bytes else 0.0
-        return np.where(kernels.is_matmul & (kernels.backward == 2), kernels.m * kernels.n * wide, 0.0)
 
     def _casts_s(self, kernels: Kernels) -> Array:
         """Quantising the operands of an fp8 product: reads in 16 bits, writes in 8, once plain and once transposed."""
@@ -140,23 +136,26 @@ class Machine:
         return np.where(kernels.is_matmul, elements * self.fp8_cast_bytes / self.bytes_per_s, 0.0)
 
     def _attention_s(self, kernels: Kernels) -> Array:
-        m, n, d, count = kernels.m, kernels.n, kernels.k, kernels.count
+        m, n, d, batch = kernels.m, kernels.n, kernels.k, kernels.batch
         back = kernels.backward > 0
         if self.attention == "unfused":
-            forward = self._product_s(m, n, d, count) + self._product_s(m, d, n, count)
+            forward = self._product_s(m, n, d, batch) + self._product_s(m, d, n, batch)
             products = np.where(back, 2 * forward, forward)
             bytes_ = np.where(back, _UNFUSED_BACKWARD_BYTES, _UNFUSED_FORWARD_BYTES) * self.softmax_traffic
-            return products + count * m * n * bytes_ / self.bytes_per_s
-        flops = np.where(back, 5.0, 2.0) * 2 * m * n * d * count * kernels.share
+            unfused: Array = products + batch * m * n * bytes_ / self.bytes_per_s
+            return unfused
+        flops = np.where(back, 5.0, 2.0) * 2 * m * n * d * batch * kernels.share
         shape = (1 + self.seq_half / np.maximum(n, 1.0)) * (1 + self.head_dim_half / np.maximum(d, 1.0))
         slower = np.where(back, 1 / self.attention_backward, 1.0)
-        return flops * shape * slower / self.attention_flops_per_s
+        seconds: Array = flops * shape * slower / self.attention_flops_per_s
+        return seconds
 
-    def _product_s(self, m: Array, n: Array, k: Array, count: Array) -> Array:
+    def _product_s(self, m: Array, n: Array, k: Array, batch: Array) -> Array:
         """A batched product; its operands are small, so it is often bound by their bytes."""
-        flops_s = 2 * (count * m * n + self.wave_elements) * (k + self.k_fill) / self.matmul_flops_per_s
-        bytes_s = count * (m * k + k * n + m * n) * self.element_bytes / self.bytes_per_s
-        return np.maximum(flops_s * self._alignment(n, k), bytes_s)
+        flops_s = 2 * (batch * m * n + self.wave_elements) * (k + self.k_fill) / self.matmul_flops_per_s
+        bytes_s = batch * (m * k + k * n + m * n) * self.element_bytes / self.bytes_per_s
+        seconds: Array = np.maximum(flops_s * self._alignment(n, k), bytes_s)
+        return seconds
 
 
 def _gpu_terms(table: GenerationConstants) -> dict[str, float]:

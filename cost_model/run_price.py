@@ -162,17 +162,17 @@ class _Run:
         glue = [end for end, here in zip(self.ends, (0, last), strict=True) if stage == here]
         again_s, again_tp_s = self._recomputed()
         forward, backward = layer.forward_s, layer.backward_s + again_s
+        layer_tp_s = layer.forward_communication_s + layer.backward_communication_s
         parts = {
             "forward": count * forward + sum(g.forward_s for g in glue),
             "backward": count * layer.backward_s + sum(g.backward_s for g in glue),
             "recompute": count * again_s,
-            "tp": self.tp_exposed
-            * count
-            * (layer.forward_communication_s + layer.backward_communication_s + again_tp_s)
+            "tp": self.tp_exposed * count * (layer_tp_s + again_tp_s - self._behind_weights_s())
             + sum(g.forward_communication_s + g.backward_communication_s for g in glue),
             "cp": count * self._exchange_s(),
             "dp": 0.0,
             "pp": self._send_s(),
+            "accumulation": self._accumulation_s(self._parameters(stage, count)),
         }
         if self.layout.zero >= 2:
             parts["dp"] = count * self._sharded_s(self.work.layer_parameters, forward, backward, layer)
@@ -197,6 +197,14 @@ class _Run:
         kept = kernels.is_attention | (kernels.is_matmul & (kernels.is_matmul.cumsum() % 2 == 1))
         return float(seconds[~kept].sum()), 0.0
 
+    def _behind_weights_s(self) -> float:
+        """Part of a layer's input-gradient reductions that runs behind its weight gradients."""
+        if "tp_linear" not in self.traits.overlap or self.layout.degrees.tp == 1:
+            return 0.0
+        kernels = self.work.layer.backward
+        weights_s = float(self.machine.seconds(kernels)[kernels.is_matmul & (kernels.backward == 2)].sum())
+        return self.constants["tp_linear_hidden"] * min(self.layer.backward_reduction_s, weights_s)
+
     def _exchange_s(self) -> float:
         """Exposed exchange of a layer's attention over cp, forward and backward."""
         group, cp = self.cp_group, self.layout.degrees.cp
@@ -214,6 +222,14 @@ class _Run:
         hidden = self.constants["cp_hidden"] * (cp - 1) / cp
         passes = [(1 + again, ring_s, attention_s[0]), (1, 2 * ring_s, attention_s[1])]
         return sum(n * (comm - min(comm, work) * hidden) for n, comm, work in passes)
+
+    def _accumulation_s(self, parameters: float) -> float:
+        """Adding a micro-batch's weight gradients to those of the step. Inside the matmul it costs a read and a write
+        of the fp32 sum less the 16-bit write; as an op of its own a read of both and a write. FSDP adds only shards."""
+        if self.layout.micro_batches == 1 or (self.traits.fully_sharded and self.layout.zero >= 2):
+            return 0.0
+        wide = 2 * self.traits.gradient_bytes
+        return parameters * (wide - 2 if self.traits.fused_gradients else wide + 2) / self.machine.bytes_per_s
 
     def _send_s(self) -> float:
         """Exposed receives of one micro-batch: activations forward, gradients backward, each chunk."""
@@ -274,7 +290,7 @@ class _Run:
         )
 
     def _optimizer_s(self, parameters: float) -> float:
-        """Adam reads gradient, master weight and two moments and writes all but the gradient; the norm reads once more."""
+        """Adam reads gradient, master weight and two moments, writes all but the gradient; the norm reads once more."""
         bytes_ = 2 * self.traits.gradient_bytes + 24 + 2
         held = parameters / (max(1, self.layout.zero_shard) if self.layout.zero else 1)
         return held * bytes_ / self.machine.bytes_per_s
@@ -286,7 +302,7 @@ def exposed_reduction_s(reduce_s: float, hidden_behind_s: float, last_part: floa
 
 
 def attention_over_context(work: BlockWork, cp: int) -> BlockWork:
-    """The work of one cp rank: its queries meet the keys of the whole sequence (balanced, so causality halves it too)."""
+    """The work of one cp rank: its queries meet the keys of the whole sequence (balanced: causality halves it)."""
 
     def longer(kernels: Kernels) -> Kernels:
         return Kernels(

@@ -33,21 +33,22 @@ def test_one_rank_pays_nothing() -> None:
 def test_groups_inside_a_node_use_its_links() -> None:
     cluster = preset("dgx-h100", 4)
     inside = group_cost(cluster, Degrees(tp=8, dp=4), "tp")
-    assert (inside.bytes_per_s, inside.latency_s) == (pytest.approx(450 * GB * 0.8), 2e-6)
+    assert (inside.bytes_per_s, inside.latency_s) == (pytest.approx(450 * GB * cluster.links[0].efficiency), 2e-6)
 
 
 def test_members_in_a_node_add_their_network_cards() -> None:
     cluster = preset("dgx-h100", 4)
     alone = group_cost(cluster, Degrees(tp=8, dp=4), "dp")
-    assert alone.bytes_per_s == pytest.approx(50 * GB * 0.9)  # one member a node
+    assert alone.bytes_per_s == pytest.approx(50 * GB * cluster.links[1].efficiency)  # one member a node
     pairs = group_cost(cluster, Degrees(tp=4, dp=8), "dp")
-    assert pairs.bytes_per_s == pytest.approx(2 * 50 * GB * 0.9)
+    assert pairs.bytes_per_s == pytest.approx(2 * 50 * GB * cluster.links[1].efficiency)
     whole = group_cost(cluster, Degrees(dp=32), "dp")
-    assert whole.bytes_per_s == pytest.approx(min(8 * 50 * 0.9, 450 * 0.8) * GB)
+    network, inside = 8 * 50 * cluster.links[1].efficiency, 450 * cluster.links[0].efficiency
+    assert whole.bytes_per_s == pytest.approx(min(network, inside) * GB)
     assert whole.latency_s == 5e-6
 
 
 def test_a_group_that_straddles_nodes_pays_the_network() -> None:
     cluster = preset("dgx-h100", 3)
     straddling = group_cost(cluster, Degrees(dp=2, tp=12), "tp")
-    assert straddling.bytes_per_s == pytest.approx(4 * 50 * GB * 0.9)
+    assert straddling.bytes_per_s == pytest.approx(4 * 50 * GB * cluster.links[1].efficiency)
