@@ -2,25 +2,58 @@
 
 from __future__ import annotations
 
+import contextlib
 import traceback
+from collections.abc import Iterator
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import fx, nn
 
 from autopar.errors import UnsupportedModelError
 
-__all__ = ["explain_failure", "refuse_effects"]
+__all__ = ["custom_backward_refused", "explain_failure", "refuse_effects"]
 
 # (text in the error's class or message, reason, remedy), most specific first
 _VALUES = ("control flow depends on tensor values", "use torch.where or make the branch a constant flag")
 _REASONS = (
+    (
+        "CustomBackwardError",
+        "uses a custom autograd.Function, whose backward would be lost",
+        "write the op with torch functions, or register it as a torch.library.custom_op with its autograd",
+    ),
     ("GuardOnDataDependent", *_VALUES),
     ("data-dependent", *_VALUES),
     ("DynamicCache", "the output holds a key/value cache", "set use_cache=False for training"),
     ("unsupported input type", "torch.export cannot flatten an input or output", "register its type as a pytree"),
     ("Constraints violated", "the code fixes the batch or sequence size", "derive sizes from the inputs (x.shape)"),
 )
+
+
+class CustomBackwardError(Exception):
+    """Raised inside the user's forward when it applies an autograd.Function of its own."""
+
+
+@contextlib.contextmanager
+def custom_backward_refused() -> Iterator[None]:
+    """Within: `apply` of an autograd.Function that is not torch's raises CustomBackwardError.
+
+    Capture records what its forward does and would differentiate that: a straight-through estimator would train nothing.
+    """
+    function = torch.autograd.Function
+    original = function.__dict__["apply"]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if not cls.__module__.startswith("torch."):
+            raise CustomBackwardError(cls.__name__)
+        return original.__get__(None, cls)(*args, **kwargs)
+
+    function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        function.apply = original  # type: ignore[method-assign]
 
 
 def explain_failure(error: Exception, shell: nn.Module) -> UnsupportedModelError:

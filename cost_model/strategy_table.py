@@ -8,6 +8,7 @@ without a pattern: heads of q, k and v seen backwards through view and split are
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -22,7 +23,7 @@ from autopar.cost_model.structural_rules import structural_rule
 from autopar.ir import Dim, Shape, TracedModel
 from autopar.placement import PARTIAL, REPLICATE, REPLICATE_PARTIAL_GRAD, Placement, Shard
 
-__all__ = ["Strategy", "StrategyTable", "strategies_of_graph", "strategy_table", "tensor_arguments"]
+__all__ = ["Strategy", "StrategyTable", "ops_without_rule", "strategies_of_graph", "strategy_table", "tensor_arguments"]
 
 R, RP = REPLICATE, REPLICATE_PARTIAL_GRAD
 
@@ -68,6 +69,18 @@ def strategy_table(traced: TracedModel, ranks: int, seq_len: int, axis: str = "t
         if node.op in ("placeholder", "get_attr") and node.meta["shape"] is not None:
             table.setdefault(node, _source_strategies(node, ranks))
     return table
+
+
+def ops_without_rule(traced: TracedModel) -> dict[str, int]:
+    """Ops inside layers that carry gradient and can only run replicated, and how many there are of each."""
+    found: Counter[str] = Counter()
+    for segment in traced.layers:
+        for node in traced.nodes_of(segment):
+            if node.meta["grad"] and not is_mapped(node) and isinstance(node.meta["shape"], tuple):
+                tensors = tensor_arguments(node)
+                if rule_of(node, tensors) is None and structural_rule(node, tensors) is None:
+                    found[op_name(node)] += 1
+    return dict(found)
 
 
 def tensor_arguments(node: fx.Node) -> list[fx.Node]:

@@ -104,6 +104,7 @@ _NO_OPS: dict[str, Callable[[fx.Node, fx.Node], bool]] = {
     "add": _neutral(0),
     "mul": _neutral(1),
     "lift_fresh": lambda node, x: True,
+    "alias": lambda node, x: True,
 }
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from torch import fx
 
 from autopar.blocks import annotate
+from autopar.cost_model.strategy_table import ops_without_rule
 from autopar.ir import TracedModel
 from autopar.passes.canonicalize import canonicalize
 from autopar.passes.fold_masks import fold_masks
@@ -21,7 +22,15 @@ def prepare(traced: TracedModel) -> TracedModel:
     canonicalize(graph_module)
     fold_masks(graph_module, traced.inputs)
     segments = annotate(graph_module.graph, traced.parameters)
-    return replace(traced, graph_module=graph_module, segments=segments)
+    prepared = replace(traced, graph_module=graph_module, segments=segments)
+    return replace(prepared, notices=(*traced.notices, *_notices(prepared)))
+
+
+def _notices(traced: TracedModel) -> list[str]:
+    return [
+        f"{op} ({count} in the layers) has no sharding rule: it runs replicated over tp, its arguments are gathered"
+        for op, count in ops_without_rule(traced).items()
+    ]
 
 
 def copy_graph(graph_module: fx.GraphModule) -> fx.GraphModule:

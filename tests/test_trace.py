@@ -80,6 +80,30 @@ def test_buffer_nobody_can_recompute_is_named() -> None:
     assert trace(model, {"x": torch.zeros(4, 4)}).unknown_buffers == ("scale",)
 
 
+def test_ops_without_a_rule_are_said() -> None:
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([_Pair(), _Pair()])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x.mean()
+
+    class _Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.b(self.a(x)).sort(-1).values
+            return y
+
+    (notice,) = prepare(trace(Stack(), {"x": torch.zeros(4, 4)})).notices
+    assert notice.startswith("sort (2 in the layers) has no sharding rule")
+
+
 def test_layers_are_found_and_share_a_class() -> None:
     traced = prepare(trace(BUILDERS["llama"](), default_batch()))
     assert [s.path for s in traced.layers] == [f"model.layers.{i}" for i in range(4)]
@@ -224,6 +248,29 @@ def test_state_changed_in_forward_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="calls: a buffer is changed in forward"):
         trace(model, {"x": torch.zeros(4, 4)})
     assert float(model.calls) == 0.0
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def test_custom_backward_is_refused_rather_than_lost() -> None:
+    class Quantised(_Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            rounded: Tensor = _StraightThrough.apply(super().forward(x))
+            return rounded.mean()
+
+    with pytest.raises(UnsupportedModelError, match=r"custom autograd\.Function"):
+        trace(Quantised(), {"x": torch.zeros(4, 4)})
+    x = torch.rand(3, requires_grad=True)
+    _StraightThrough.apply(x).sum().backward()  # and it works as before afterwards
+    assert x.grad is not None
 
 
 def test_autocast_region_is_refused() -> None:
