@@ -39,7 +39,7 @@ class CustomBackwardError(Exception):
 def custom_backward_refused() -> Iterator[None]:
     """Within: `apply` of an autograd.Function that is not torch's raises CustomBackwardError.
 
-    Capture records what its forward does and would differentiate that: a straight-through estimator would train nothing.
+    Capture records what its forward does and would differentiate that: a straight-through estimator trains nothing.
     """
     function = torch.autograd.Function
     original = function.__dict__["apply"]

@@ -5,8 +5,8 @@ number since training began, the position that of the whole tensor. So the mask 
 every tp rank, shards have the right part of it, replicas and micro-batches differ, a recomputed layer drops the
 same elements, and training under any plan drops what one process drops.
 
-Attention probabilities never exist as a tensor in a fused kernel, so attention takes its dropout from torch's generator,
-seeded by the same things and by the rank's shard: reproducible for a plan, different on different heads and rows.
+Attention probabilities never exist as a tensor in a fused kernel, so attention draws from torch's generator, seeded by
+the same things and by the rank's shard: reproducible for a plan, different on different heads and rows.
 """
 
 from __future__ import annotations
