@@ -24,6 +24,9 @@ problems. The answer is priced again outside the solver by `layout_cost`.
 
 from __future__ import annotations
 
+import itertools
+import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -31,6 +34,10 @@ from autopar.cost_model.solver import Model, solve
 from autopar.placement import Placement
 
 __all__ = ["BlockNode", "BlockProblem", "BlockSolution", "Choice", "layout_cost", "solve_block"]
+
+
+ENUMERATED = 64
+"""Combinations of strategies that are tried one by one instead of being sent to the solver."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +87,8 @@ class _Edge:
 
 def solve_block(problem: BlockProblem, *, time_limit_s: float = 30.0) -> BlockSolution | None:
     """Least-cost strategies, or None if no combination of strategies is connected by offered conversions."""
+    if math.prod(len(node.choices) for node in problem.nodes) <= ENUMERATED:
+        return _enumerate(problem)
     model = Model("block")
     edges = [
         _Edge(source, c, slot)
@@ -100,6 +109,20 @@ def solve_block(problem: BlockProblem, *, time_limit_s: float = 30.0) -> BlockSo
     assert actual is not None, "the solver chose a conversion that is not offered"
     assert abs(actual - answer.objective) <= 1e-6 * max(1.0, actual), (actual, answer.objective)
     return BlockSolution(picks, actual, answer.bound, len(model.costs), len(model.rows), answer.solve_s)
+
+
+def _enumerate(problem: BlockProblem) -> BlockSolution | None:
+    """The least of all combinations, where they are few: no programme needs to be built for them."""
+    started = time.perf_counter()
+    costs = {
+        picks: cost
+        for picks in itertools.product(*(range(len(node.choices)) for node in problem.nodes))
+        if (cost := layout_cost(problem, picks)) is not None
+    }
+    if not costs:
+        return None
+    best = min(costs, key=costs.__getitem__)
+    return BlockSolution(best, costs[best], costs[best], 0, 0, time.perf_counter() - started)
 
 
 def layout_cost(problem: BlockProblem, picks: tuple[int, ...]) -> float | None:
