@@ -140,7 +140,20 @@ def _search(traced: TracedModel, cluster: ClusterSpec, train: TrainSpec | None, 
     train = train or TrainSpec()
     if train.seq_len is None:
         train = replace(train, seq_len=_longest_sequence(traced))
+    _check_sequence(traced, train.seq_len)
     return search(traced, cluster, train, pins)
+
+
+def _check_sequence(traced: TracedModel, seq_len: int | None) -> None:
+    """The model's code may have branched on the length, or written it down: then other lengths are another program."""
+    low, high = traced.seq_range
+    if seq_len is not None and (seq_len < low or (high is not None and seq_len > high)):
+        valid = f"sequences of {low} tokens only" if low == high else f"sequences of {low} to {high or 'any'} tokens"
+        raise SpecError(
+            f"the model was captured for {valid}, seq_len is {seq_len}",
+            where="train",
+            try_="an example of that length; or derive sizes from the inputs (x.shape[1]) in forward",
+        )
 
 
 def _longest_sequence(traced: TracedModel) -> int:

@@ -52,9 +52,6 @@ RULES: dict[str, str] = {
     # norms, over the last dim
     "layer_norm": "..H,H,H>..H",
     "rms_norm": "..H,H>..H",
-    "softmax": "..H>..H",
-    "_softmax": "..H>..H",
-    "log_softmax": "..H>..H",
     # loss: the vocabulary is split by a kernel that communicates inside; see LOSSES
     "cross_entropy_loss": "..v,..>",
     "cross_entropy_sum": "..v,..>",
@@ -114,6 +111,10 @@ def rule_of(node: fx.Node, tensors: list[fx.Node]) -> Rule | None:
     if text is None:
         return None
     shapes = [t.meta["shape"] for t in tensors]
+    if op_name(node) == "layer_norm" and len(node.args[1]) != 1:  # type: ignore[arg-type]
+        return None  # over several dims: the line is about the last one
+    if op_name(node) == "scaled_dot_product_attention" and len(shapes) == 4 and len(shapes[3]) < 4:
+        text = text.replace("bhQK", "bhQK"[-len(shapes[3]) :])  # a mask is broadcast from the right
     return parse_rule(text, shapes, node.meta["shape"])
 
 

@@ -1,6 +1,6 @@
 """Rules of ops that move or combine dims, read off their arguments: transpose, slice, cat, expand, sum, ...
 
-All are linear, so a partial sum passes. A dim that the op cuts, selects from or joins cannot be split.
+All but softmax and its kin are linear, so a partial sum passes. A dim that the op cuts, selects from or joins cannot be split.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def structural_rule(node: fx.Node, tensors: list[fx.Node]) -> Rule | None:
         return None
     # Indices carry no gradient and no part of a sum.
     linear = tuple(PARTIAL if t.meta["dtype"].is_floating_point else REPLICATE for t in tensors)
-    return Rule(tuple(letters), (linear,))
+    return Rule(tuple(letters), () if op_name(node) in _OVER_A_DIM else (linear,))
 
 
 def _rank(node: fx.Node) -> int:
@@ -146,6 +146,9 @@ def _sum(node: fx.Node, tensors: list[fx.Node]) -> list[Letter] | None:
     return letters
 
 
+# Along one dim, and not linear.
+_OVER_A_DIM = ("softmax", "_softmax", "log_softmax", "_log_softmax")
+
 _STRUCTURAL: dict[str, Callable[[fx.Node, list[fx.Node]], list[Letter] | None]] = {
     "transpose": _transpose,
     "t": _transpose,
@@ -157,6 +160,7 @@ _STRUCTURAL: dict[str, Callable[[fx.Node, list[fx.Node]], list[Letter] | None]] 
     "narrow": _keep_all_but(1, "dim", 0),
     "cat": _keep_all_but(1, "dim", 0),
     "cumsum": _keep_all_but(1, "dim", 0),
+    **dict.fromkeys(_OVER_A_DIM, _keep_all_but(1, "dim", -1)),
     "expand": _expand,
     "convert": _convert,
     "index": _index,

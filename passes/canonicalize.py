@@ -139,15 +139,36 @@ def _loss_by_token(graph: fx.Graph, node: fx.Node) -> None:
     if node.target is not aten.cross_entropy_loss.default or len(node.args) > 3 or node.kwargs.get("reduction", 1) != 1:
         return
     weight = node.args[2] if len(node.args) > 2 else node.kwargs.get("weight")
-    logits, target = (_unflattened(a) for a in node.args[:2])
-    if weight is not None or logits is None or target is None or logits.meta["shape"][:-1] != target.meta["shape"]:
+    logits, target = node.args[:2]
+    assert isinstance(logits, fx.Node)
+    if weight is not None or not isinstance(target, fx.Node) or target.meta["dtype"].is_floating_point:
         return
+    if len(logits.meta["shape"]) > 2:
+        logits = _classes_last(graph, logits, node)
+    else:
+        whole, labels = _unflattened(logits), _unflattened(target)
+        if whole is None or labels is None or whole.meta["shape"][:-1] != labels.meta["shape"]:
+            return
+        logits, target = whole, labels
     options = {k: v for k, v in node.kwargs.items() if k in ("ignore_index", "label_smoothing")}
     with graph.inserting_before(node):
         loss = graph.call_function(cross_entropy_loss, (logits, target), options)
     loss.meta = {**node.meta}
     node.replace_all_uses_with(loss)
     graph.erase_node(node)
+
+
+def _classes_last(graph: fx.Graph, logits: fx.Node, loss: fx.Node) -> fx.Node:
+    """[batch, classes, ...], as torch wants it, with the classes moved to the end."""
+    rank = len(logits.meta["shape"])
+    source = logits.args[0] if op_name(logits) == "transpose" else None
+    if isinstance(source, fx.Node) and rank == 3 and {d % 3 for d in logits.args[1:]} == {1, 2}:
+        return source  # the model moved them there just before
+    order = [0, *range(2, rank), 1]
+    with graph.inserting_before(loss):
+        moved = graph.call_function(aten.permute.default, (logits, order))
+    moved.meta = {**logits.meta, "shape": tuple(logits.meta["shape"][d] for d in order)}
+    return moved
 
 
 def _unflattened(node: Any) -> fx.Node | None:

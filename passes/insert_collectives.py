@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from torch import fx
 
+from autopar.blocks import op_name
 from autopar.errors import PassError
 from autopar.placement import REPLICATE, Placement
 from autopar.runtime.collectives import convert
@@ -31,17 +32,23 @@ def insert_collectives(graph_module: fx.GraphModule, axis: str = "tp", *, zigzag
         if "leaving" in node.meta:
             _convert_on_leaving(made, node)
     for node in list(graph.nodes):
-        if node.op == "output":
-            wants: tuple[Placement | None, ...] = (REPLICATE,) * len(node.all_input_nodes)
-        elif "wants" in node.meta:
-            wants = node.meta["wants"]
-        else:
-            continue
-        for source, wanted in zip(node.all_input_nodes, wants, strict=True):
-            if wanted is not None and _differs(source, wanted, axis):
-                node.replace_input_with(source, made.converted(source, wanted, node))
+        _convert_arguments(made, node)
     graph_module.recompile()
     return graph_module
+
+
+def _convert_arguments(made: _Made, node: fx.Node) -> None:
+    """Conversions before `node`, for every argument that does not lie as it wants it."""
+    wants: tuple[Placement | None, ...] = node.meta.get("wants", ())
+    if node.op == "output":
+        wants = (REPLICATE,) * len(node.all_input_nodes)
+    for source, wanted in zip(node.all_input_nodes, wants, strict=bool(wants)):
+        if wanted is None or not _differs(source, wanted, made.axis):
+            continue
+        if op_name(node) == "getitem" and _is_several(source):
+            _convert_item(made, node, wanted)
+        else:
+            node.replace_input_with(source, made.converted(source, wanted, node))
 
 
 def _differs(source: fx.Node, wanted: Placement, axis: str) -> bool:
@@ -71,6 +78,21 @@ def _convert_on_leaving(made: _Made, node: fx.Node) -> None:
         user.replace_input_with(node, leaving)
 
 
+def _is_several(node: fx.Node) -> bool:
+    shape = node.meta["shape"]
+    return bool(shape) and isinstance(shape[0], tuple)
+
+
+def _convert_item(made: _Made, item: fx.Node, wanted: Placement) -> None:
+    """Several tensors cannot be converted at once: take the item as it lies, and convert that."""
+    source = item.all_input_nodes[0]
+    item.meta["placement"] = source.meta["placement"]
+    item.meta["wants"] = (source.meta["placement"],)
+    with made.graph.inserting_after(item):
+        converted = made.convert(item, wanted, item.meta["segment"])
+    item.replace_all_uses_with(converted, delete_user_cb=lambda user: user is not converted)
+
+
 class _Made:
     """Makes conversions over one axis, and remembers them so that readers share."""
 
@@ -87,8 +109,7 @@ class _Made:
         return self._known[key]
 
     def convert(self, source: fx.Node, wanted: Placement, segment: int) -> fx.Node:
-        shape = source.meta["shape"]
-        if shape and isinstance(shape[0], tuple):
+        if _is_several(source):
             where = f"insert_collectives: {source.meta.get('key', source.name)}"
             raise PassError("several tensors cannot be converted at once", where=where)
         have = source.meta["placement"]

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from autopar.errors import PlanMismatchError
+from autopar.errors import PlanMismatchError, nearest
 from autopar.ir import StageGraph, TracedModel
 from autopar.passes.checkpoint_blocks import checkpoint_blocks
 from autopar.passes.context_parallel import context_parallel
@@ -22,11 +22,12 @@ from autopar.passes.localize_shapes import localize_shapes
 from autopar.passes.native_gqa import native_gqa
 from autopar.passes.outline_blocks import outline_blocks
 from autopar.passes.prepare import copy_graph
+from autopar.passes.rows_apart import check_rows_apart
 from autopar.passes.seed_dropout import seed_dropout
 from autopar.passes.shard_parameters import shard_parameters
 from autopar.passes.split_stages import split_stages, stage_of_segments
-from autopar.passes.token_loss import keep_outputs, sum_loss
-from autopar.plan import Plan
+from autopar.passes.token_loss import keep_outputs, loss_term, sum_loss
+from autopar.plan import Plan, match_path
 from autopar.printing import diff_graphs, format_graph
 
 __all__ = ["PASSES", "Rewrite", "apply"]
@@ -63,6 +64,8 @@ def apply(
     Raises PlanMismatchError if the plan does not fit the model, PassError if a pass cannot keep its promise.
     """
     _check(traced, plan)
+    if plan.degrees.dp * plan.micro_batches > 1 and traced.loss is not None:
+        check_rows_apart(traced, loss_term(traced))
     graph_module = copy_graph(traced.graph_module)
     names = traced.outputs
     if outputs == "loss":
@@ -106,6 +109,7 @@ def _check(traced: TracedModel, plan: Plan) -> None:
             where="plan",
             try_="schedule gpipe or 1f1b, zero 0, virtual_stages 1",
         )
+    _check_names(traced, plan)
     low, high = traced.seq_range
     if plan.seq_len < low or (high is not None and plan.seq_len > high):
         raise PlanMismatchError(
@@ -113,3 +117,21 @@ def _check(traced: TracedModel, plan: Plan) -> None:
             where="seq_len",
             try_="capture with an example of that length",
         )
+
+
+def _check_names(traced: TracedModel, plan: Plan) -> None:
+    """Every key of the plan has to name something: a typo would silently train another layout."""
+    keys = [n.meta["key"] for n in traced.graph_module.graph.nodes if n.op == "call_function"]
+    known = {
+        "parameters": [*traced.parameters, *traced.ties],
+        "ops": keys,
+        "checkpoint": [s.path for s in traced.layers],
+    }
+    for field, names in known.items():
+        for pattern in getattr(plan, field):
+            if pattern not in names and not any(match_path(pattern, name) for name in names):
+                raise PlanMismatchError(
+                    f"{pattern!r} names nothing in this model",
+                    where=field,
+                    try_=nearest(pattern, sorted(set(names))[:200]),
+                )

@@ -21,7 +21,7 @@ from autopar.ir import TracedModel
 from autopar.passes.prepare import copy_graph
 from autopar.runtime.losses import cross_entropy_sum
 
-__all__ = ["keep_outputs", "sum_loss", "token_count"]
+__all__ = ["keep_outputs", "loss_term", "sum_loss", "token_count"]
 
 aten = torch.ops.aten
 _MEAN, _SUM = 1, 2
@@ -49,6 +49,11 @@ def sum_loss(graph_module: fx.GraphModule, traced: TracedModel) -> fx.GraphModul
 def keep_outputs(graph_module: fx.GraphModule) -> fx.GraphModule:
     """The form that returns all the user's outputs; nothing to rewrite, the mean is taken over the whole input."""
     return _clean(graph_module)
+
+
+def loss_term(traced: TracedModel) -> fx.Node:
+    """The op that averages, below any scaling by constants. Raises UnsupportedModelError if there is none."""
+    return _term(_loss_node(traced.graph_module.graph, traced)).node
 
 
 def token_count(traced: TracedModel) -> fx.GraphModule | None:
@@ -112,7 +117,7 @@ def _term(loss: fx.Node) -> _Term:
     term = build(node) if build else None
     if term is None:
         raise UnsupportedModelError(
-            f"the loss is not a mean over tokens: it ends in {op_name(node)}",
+            f"the loss ends in {op_name(node)}, which is not known to be a mean over tokens",
             where=str(node.meta.get("path") or "forward"),
             try_=_ADVICE,
         )
@@ -130,8 +135,10 @@ def _cross_entropy(node: fx.Node) -> _Term | None:
     smoothing = _argument(node, 5, "label_smoothing", 0.0)
     if weight is not None or reduction not in (_MEAN, _SUM) or not isinstance(target, fx.Node):
         return None
-    if target.meta["dtype"].is_floating_point:
+    if target.meta["dtype"].is_floating_point or len(logits.meta["shape"]) != len(target.meta["shape"]) + 1:
         return None
+    if node.target is aten.cross_entropy_loss.default and len(logits.meta["shape"]) != 2:
+        return None  # torch has the classes in dim 1 there; canonicalize moves them where it can
 
     def make_sum(graph: fx.Graph) -> fx.Node:
         options = {"ignore_index": ignore, "label_smoothing": smoothing}

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, fx
 
 from autopar.blocks import op_name
-from autopar.cost_model.sharding_rules import LOSSES, parse_rule
+from autopar.cost_model.sharding_rules import LOSSES, parse_rule, rule_of
 from autopar.cost_model.strategy_table import Strategy, strategy_table, tensor_arguments
+from autopar.cost_model.structural_rules import structural_rule
 from autopar.passes import prepare
 from autopar.passes.localize_shapes import localize_shapes
 from autopar.placement import PARTIAL, Placement, Shard, parse_placement
@@ -212,3 +213,31 @@ def _partials(op: str, arguments: int) -> tuple[tuple[Placement, ...], ...]:
     rule = parse_rule(RULES[op], [(2, 4)] * arguments, (2, 4))
     assert rule is not None
     return rule.partial
+
+
+def _node(target: Any, shape: tuple[int, ...], *arguments: Any) -> fx.Node:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta = {"shape": shape, "dtype": torch.float64, "grad": True}
+    node = graph.call_function(target, (x, *arguments))
+    node.meta = {"shape": shape, "dtype": torch.float64, "grad": True}
+    return node
+
+
+@pytest.mark.parametrize("dim", [1, 2, -1])
+def test_softmax_is_not_split_along_its_dim(dim: int) -> None:
+    node = _node(torch.ops.aten.softmax.int, (2, 4, 6), dim)
+    rule = structural_rule(node, tensor_arguments(node))
+    assert rule is not None
+    assert {letter.output for letter in rule.letters} == {0, 1, 2} - {dim % 3}
+    assert rule.partial == ()
+    for letter in rule.letters:
+        placement = Shard(letter.output or 0)
+        check_strategy(node, Strategy((placement,), placement))
+    with pytest.raises(AssertionError):
+        check_strategy(node, Strategy((Shard(dim % 3),), Shard(dim % 3)))
+
+
+def test_norm_over_several_dims_has_no_rule() -> None:
+    node = _node(torch.ops.aten.layer_norm.default, (2, 4, 6), [4, 6])
+    assert rule_of(node, tensor_arguments(node)) is None
