@@ -1,6 +1,7 @@
 """Rules of ops that move or combine dims, read off their arguments: transpose, slice, cat, expand, sum, ...
 
-All but softmax and its kin are linear, so a partial sum passes. A dim that the op cuts, selects from or joins cannot be split.
+All but softmax and its kin are linear, so a partial sum passes. A dim that the op cuts, selects from or joins cannot be
+split.
 """
 
 from __future__ import annotations
