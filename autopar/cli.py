@@ -1,4 +1,4 @@
-"""The command line: `autopar plan`, `autopar verify`, `autopar dryrun`, `autopar report`.
+"""The command line: `autopar plan`, `autopar verify`, `autopar dryrun`, `calibrate`, `report`.
 
 An error meant for the user is one line on stderr and exit code 2, with nothing written; `verify` exits with 1 when the
 parallel run differs from the single process, `dryrun` when a rank's collectives are not the predicted ones. Everything
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -72,6 +73,11 @@ def _parser() -> argparse.ArgumentParser:
     dryrun.add_argument("--optimizer", default="adamw", choices=("adamw", "adam", "sgd"), help="whose state is held")
     dryrun.add_argument("--json", action="store_true", help="print JSON instead of text")
     dryrun.set_defaults(run=_dryrun)
+
+    calibrate = commands.add_parser("calibrate", help="measure this machine and write a cluster file")
+    calibrate.add_argument("--ranks", type=int, metavar="N", help="local processes to start, unless torchrun did")
+    calibrate.add_argument("-o", "--output", metavar="FILE", help="write the cluster file here instead of printing it")
+    calibrate.set_defaults(run=_calibrate)
 
     report = commands.add_parser("report", help="print the report of a saved plan")
     report.add_argument("plan", help="a plan file")
@@ -172,6 +178,32 @@ def _dryrun(options: argparse.Namespace) -> int:
     result = dry_run(plan, resolve(options.model), ranks, optimizer=options.optimizer)
     print(json.dumps(result.to_data(), indent=2) if options.json else result.text(), end="\n" if options.json else "")
     return 0 if result.agrees else DIFFERS
+
+
+def _calibrate(options: argparse.Namespace) -> int:
+    _check_output(options.output)
+    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    if options.ranks is not None and launched:
+        raise SpecError("torchrun has started the ranks already", where="--ranks", try_="without --ranks")
+
+    from autopar.calibrate import calibrate, calibrate_locally, show_progress
+
+    ranks = options.ranks
+    found = calibrate(show_progress) if ranks is None else calibrate_locally(ranks, show_progress)
+    if not launched or os.environ["RANK"] == "0":
+        _write(found.toml(), options.output)
+    return 0
+
+
+def _write(text: str, path: str | None) -> None:
+    if path is None:
+        print(text, end="")
+        return
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise SpecError(f"cannot write the cluster file: {error.strerror}", where=path) from error
+    print(f"cluster file written to {path}")
 
 
 def _report(options: argparse.Namespace) -> int:

@@ -1,0 +1,195 @@
+"""From measurements of this machine to a cluster file: `autopar calibrate`.
+
+Device rates are the best seen, efficiencies what the other sizes reach of them. Each level of the network gets the
+latency and bandwidth that fit its collectives best, in relative error, under the formulas the search prices with.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import date
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from autopar.cost_model.comm_cost import GroupCost
+from autopar.errors import SpecError
+from autopar.hardware import DEVICES
+from autopar.runtime.launch import join_torchrun, run_ranks
+from autopar.runtime.measure import Sample, measure, measurement_count
+
+__all__ = ["Calibration", "Level", "calibrate", "calibrate_locally", "fit", "show_progress"]
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
+_LEAST_LATENCY_S = 1e-7
+
+
+@dataclass(frozen=True)
+class Level:
+    """A level of the network: `span` ranks, bytes/s and seconds as fitted; `error` is the median relative error of the
+    fit over its samples."""
+
+    name: str
+    span: int
+    bandwidth: float
+    latency_s: float
+    error: float
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The figures of a cluster file. Rates in flop/s by dtype name, bandwidths in bytes/s; `samples` they come from."""
+
+    kind: str
+    device: str
+    ranks: int
+    memory_bytes: int
+    flops: dict[str, float]
+    matmul_efficiency: float
+    attention_efficiency: float
+    memory_bandwidth: float
+    launch_s: float
+    reserved_bytes: int
+    levels: tuple[Level, ...]
+    samples: tuple[Sample, ...]
+
+    def toml(self, today: date | None = None) -> str:
+        """A cluster file, each figure with what it was measured on; the samples follow as comments."""
+        stamp = f"measured {(today or date.today()).isoformat()}, torch {torch.__version__}, {self.ranks} ranks at once"
+        lines = [f"# {stamp}", f'name = "{self.device}"', f"num_devices = {self.ranks}", "", "[device]"]
+        lines += [f'name = "{self.device}"']
+        if self.kind == "cpu":
+            lines.append('kind = "cpu"')
+        lines.append(f"memory = {self.memory_bytes}  # bytes a rank, of the system")
+        lines += [f"{dtype}_flops = {rate:.4g}  # best product" for dtype, rate in self.flops.items()]
+        lines += [
+            f"matmul_efficiency = {self.matmul_efficiency:.3f}  # median product over the best",
+            f"attention_efficiency = {self.attention_efficiency:.3f}  # causal attention over the best product",
+            f"memory_bandwidth = {self.memory_bandwidth:.4g}  # bytes/s, one addition out of cache",
+            "memory_efficiency = 1.0  # memory_bandwidth is what was reached",
+            f"launch = {self.launch_s:.3g}  # seconds a small op",
+            f"reserved = {self.reserved_bytes}  # bytes; not measured",
+        ]
+        for level in self.levels:
+            lines += [
+                "",
+                "[[link]]",
+                f'name = "{level.name}"',
+                f"span = {level.span}",
+                f"bandwidth = {level.bandwidth:.4g}  # bytes/s; the fit is {100 * level.error:.0f} % off in the median",
+                f"latency = {level.latency_s:.3g}  # seconds",
+                "efficiency = 1.0  # bandwidth is what was reached",
+            ]
+        lines += ["", "# samples: kind, dtype, ranks, shape, seconds"]
+        lines += [f"# {s.kind}, {s.dtype}, {s.ranks}, {s.shape}, {s.seconds:.4g}" for s in self.samples]
+        return "\n".join(lines) + "\n"
+
+
+Progress = Callable[[int, int, Sample], None]
+"""Called on rank 0 after each sample: samples taken, samples in all, the last one."""
+
+
+def calibrate(progress: Progress | None = None) -> Calibration:
+    """Measure the processes of this torchrun job, or this process alone. Collective; every rank gets the same."""
+    device = join_torchrun()
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    sizes = _level_sizes(world)
+    report = None
+    if progress is not None and (not dist.is_initialized() or dist.get_rank() == 0):
+        count = measurement_count(device, sizes)
+        taken = itertools.count(1)
+        report = lambda sample: progress(next(taken), count, sample)  # noqa: E731
+    return fit(measure(device, sizes, report), device, world, sizes)
+
+
+def calibrate_locally(ranks: int, progress: Progress | None = None, timeout_s: float = 600.0) -> Calibration:
+    """Measure `ranks` new gloo processes on this machine. `progress` has to be a module-level function: it is pickled.
+
+    Raises SpecError for less than one rank.
+    """
+    if ranks < 1:
+        raise SpecError(f"must be a positive integer, not {ranks}", where="--ranks")
+    results: list[Calibration] = run_ranks(ranks, calibrate, progress, timeout_s=timeout_s)
+    return results[0]
+
+
+def show_progress(taken: int, count: int, sample: Sample) -> None:
+    """A progress bar on stderr, drawn anew after each sample."""
+    filled = 30 * taken // count
+    text = f"{sample.kind} {sample.dtype} {sample.shape}"[:44]
+    end = "\n" if taken == count else ""
+    print(f"\r[{'#' * filled}{'.' * (30 - filled)}] {taken}/{count} {text:44}", end=end, file=sys.stderr, flush=True)
+
+
+def fit(samples: Sequence[Sample], device: torch.device, ranks: int, sizes: Sequence[int]) -> Calibration:
+    """The figures that describe the samples; `sizes` are the spans of the network's levels, innermost first."""
+    products = [s for s in samples if s.kind == "matmul"]
+    flops = {
+        dtype: max(s.amount / s.seconds for s in products if s.dtype == dtype)
+        for dtype in dict.fromkeys(s.dtype for s in products)
+    }
+    reached = [s.amount / s.seconds / flops[s.dtype] for s in products]
+    attention, memory, launch = (
+        next(s for s in samples if s.kind == kind) for kind in ("attention", "memory", "launch")
+    )
+    names = ("node", "network") if len(sizes) > 1 else ("loopback" if device.type == "cpu" else "node",)
+    return Calibration(
+        kind=device.type,
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "local process",
+        ranks=ranks,
+        memory_bytes=_memory_bytes(device, ranks),
+        flops=flops,
+        matmul_efficiency=min(1.0, statistics.median(reached)),
+        attention_efficiency=min(1.0, attention.amount / attention.seconds / flops[attention.dtype]),
+        memory_bandwidth=memory.amount / memory.seconds,
+        launch_s=launch.seconds / launch.amount,
+        reserved_bytes=DEVICES["cpu" if device.type == "cpu" else "a100-80g"].reserved_bytes,
+        levels=tuple(
+            _fit_level(name, span, [s for s in samples if s.ranks == span and s.kind in COLLECTIVES])
+            for name, span in zip(names, sizes, strict=False)
+        ),
+        samples=tuple(samples),
+    )
+
+
+def _level_sizes(world: int) -> tuple[int, ...]:
+    """The ranks of a node, if torchrun says there are several nodes, then all ranks."""
+    node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    if world == 1:
+        return ()
+    return (node, world) if 1 < node < world and world % node == 0 else (world,)
+
+
+def _fit_level(name: str, span: int, samples: Sequence[Sample]) -> Level:
+    """Least squares of relative errors in latency and seconds per byte, neither below zero."""
+    rows = np.array([_terms(s.kind, s.ranks, s.amount) for s in samples])
+    seconds = np.array([s.seconds for s in samples])
+    scaled = rows / seconds[:, None]
+    (latency, per_byte), *_ = np.linalg.lstsq(scaled, np.ones(len(samples)), rcond=None)
+    if latency < _LEAST_LATENCY_S:
+        latency = _LEAST_LATENCY_S
+        per_byte = float(scaled[:, 1].sum() / (scaled[:, 1] ** 2).sum())
+    if per_byte <= 0:  # latency alone explains them: a bandwidth no sample contradicts
+        latency = float(scaled[:, 0].sum() / (scaled[:, 0] ** 2).sum())
+        per_byte = 1.0 / max(s.amount / s.seconds for s in samples)
+    cost = GroupCost(span, 1.0 / float(per_byte), float(latency))
+    errors = [abs(cost.seconds(s.kind, s.amount) / s.seconds - 1) for s in samples]
+    return Level(name, span, 1.0 / float(per_byte), float(latency), statistics.median(errors))
+
+
+def _terms(kind: str, ranks: int, whole_bytes: float) -> tuple[float, float]:
+    """(messages, bytes) one rank waits for, as `GroupCost` counts them."""
+    free = GroupCost(ranks, float("inf"), 1.0).seconds(kind, 0.0)
+    return free, GroupCost(ranks, 1.0, 0.0).seconds(kind, whole_bytes)
+
+
+def _memory_bytes(device: torch.device, ranks: int) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks

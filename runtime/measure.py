@@ -1,0 +1,230 @@
+"""What this machine does in a second: matrix products, attention, memory, kernels, collectives; all ranks at once.
+
+Ranks share cores, memory and links, so each figure is taken while all of them do the same, and is the slowest rank's
+median. The same code runs on CPUs over gloo and on GPUs over NCCL.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["Sample", "measure", "measurement_count"]
+
+_REPEATS = 7
+_TINY_OPS = 50
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One figure: `amount` of work in `seconds`.
+
+    kind    "matmul", "attention" (amount: flops), "memory" (bytes read and written), "launch" (kernels), or a
+            collective: "all_reduce", "all_gather", "reduce_scatter", "all_to_all" (bytes of the whole tensor), "send"
+    dtype   of the operands, by the plan's name for it
+    ranks   size of the group; 1 for what a rank does alone (all others doing the same)
+    shape   the sizes, for the reader
+    """
+
+    kind: str
+    dtype: str
+    amount: float
+    seconds: float
+    ranks: int = 1
+    shape: str = ""
+
+
+@dataclass(frozen=True)
+class _Job:
+    kind: str
+    dtype: str
+    amount: float
+    shape: str
+    prepare: Callable[[], Callable[[], Any]]
+    group: dist.ProcessGroup | None = None
+
+
+_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def measurement_count(device: torch.device, group_sizes: Sequence[int]) -> int:
+    """How many samples `measure` takes, for a progress bar."""
+    sizes = _sizes(device)
+    compute = len(sizes.dtypes) * len(sizes.products) + 3
+    return compute + sum(5 * len(sizes.messages) for n in group_sizes if n > 1)
+
+
+def measure(
+    device: torch.device, group_sizes: Sequence[int] = (), progress: Callable[[Sample], None] | None = None
+) -> list[Sample]:
+    """Samples of this device, and of collectives over aligned groups of consecutive ranks of each size.
+
+    Collective if a process group exists: every rank measures at the same time and gets the same samples.
+    """
+    samples = []
+    for job in _jobs(device, group_sizes):
+        sample = Sample(
+            job.kind,
+            job.dtype,
+            job.amount,
+            _seconds(job, device),
+            1 if job.group is None else job.group.size(),
+            job.shape,
+        )
+        samples.append(sample)
+        if progress is not None:
+            progress(sample)
+    return samples
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    dtypes: tuple[str, ...]
+    products: tuple[tuple[int, int, int], ...]
+    attention: tuple[int, int, int, int]
+    stream_elements: int
+    messages: tuple[int, ...]
+
+
+def _sizes(device: torch.device) -> _Sizes:
+    """Small enough for a core to finish in seconds, large enough for a GPU to reach its rate."""
+    if device.type == "cuda":
+        products = ((2048, 4096, 4096), (8192, 4096, 4096), (8192, 8192, 8192))
+        return _Sizes(("fp32", "bf16"), products, (4, 16, 4096, 128), 1 << 28, (1 << 16, 1 << 20, 1 << 24, 1 << 28))
+    products = ((64, 256, 256), (256, 512, 512), (1024, 1024, 1024))
+    return _Sizes(("fp64", "fp32"), products, (2, 4, 256, 32), 1 << 23, (1 << 10, 1 << 14, 1 << 18, 1 << 22))
+
+
+def _jobs(device: torch.device, group_sizes: Sequence[int]) -> Iterator[_Job]:
+    sizes = _sizes(device)
+    for dtype in sizes.dtypes:
+        for m, k, n in sizes.products:
+            yield _Job("matmul", dtype, 2.0 * m * k * n, f"{m} x {k} x {n}", _product(m, k, n, _DTYPES[dtype], device))
+    dtype = sizes.dtypes[-1]
+    b, h, s, d = sizes.attention
+    flops = 4.0 * b * h * s * s * d / 2  # causal: half of the score matrix
+    shape = f"{b} x {h} heads, {s} tokens, width {d}"
+    yield _Job("attention", dtype, flops, shape, _attention(sizes.attention, _DTYPES[dtype], device))
+    elements = sizes.stream_elements
+    yield _Job("memory", "fp32", 12.0 * elements, f"{elements} elements added", _stream(elements, device))
+    yield _Job("launch", "fp32", float(_TINY_OPS), "8 elements added", _tiny_ops(device))
+    for size in group_sizes:
+        if size > 1:
+            group = _group_of(size)
+            for nbytes in sizes.messages:
+                yield from _collectives(nbytes, group, device)
+
+
+def _product(m: int, k: int, n: int, dtype: torch.dtype, device: torch.device) -> Callable[[], Callable[[], Any]]:
+    def prepare() -> Callable[[], Any]:
+        x, w = torch.randn(m, k, dtype=dtype, device=device), torch.randn(n, k, dtype=dtype, device=device)
+        return lambda: F.linear(x, w)
+
+    return prepare
+
+
+def _attention(sizes: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> Callable[[], Any]:
+    def prepare() -> Callable[[], Any]:
+        q, k, v = (torch.randn(sizes, dtype=dtype, device=device) for _ in range(3))
+        return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    return prepare
+
+
+def _stream(elements: int, device: torch.device) -> Callable[[], Any]:
+    def prepare() -> Callable[[], Any]:
+        x, y, out = (torch.ones(elements, device=device) for _ in range(3))
+        return lambda: torch.add(x, y, out=out)
+
+    return prepare
+
+
+def _tiny_ops(device: torch.device) -> Callable[[], Any]:
+    def prepare() -> Callable[[], Any]:
+        x = torch.ones(8, device=device, requires_grad=True)
+
+        def chain() -> None:
+            y = x
+            for _ in range(_TINY_OPS):
+                y = y + 1.0
+
+        return chain
+
+    return prepare
+
+
+def _group_of(size: int) -> dist.ProcessGroup:
+    """This rank's group of `size` consecutive ranks. Collective over the world."""
+    world = dist.get_world_size()
+    groups = [dist.new_group(list(range(first, first + size))) for first in range(0, world, size)]
+    mine: dist.ProcessGroup = groups[dist.get_rank() // size]
+    return mine
+
+
+def _collectives(nbytes: int, group: dist.ProcessGroup, device: torch.device) -> Iterator[_Job]:
+    """`nbytes` of the whole tensor; a send moves them to the neighbour and another ones back."""
+    n = group.size()
+    elements = max(1, nbytes // 4 // n) * n
+    part = elements // n
+    whole = 4.0 * elements
+    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+    def job(kind: str, run: Callable[[Tensor, Tensor], Any]) -> _Job:
+        def prepare() -> Callable[[], Any]:
+            large, small = torch.ones(elements, device=device), torch.ones(part, device=device)
+            return lambda: run(large, small)
+
+        return _Job(kind, "fp32", whole, f"{int(whole)} bytes over {n}", prepare, group)
+
+    yield job("all_reduce", lambda large, small: dist.all_reduce(large, group=group))
+    yield job("all_gather", lambda large, small: all_gather(large, small, group=group))
+    yield job("reduce_scatter", lambda large, small: reduce_scatter(small, large, group=group))
+    yield job("all_to_all", lambda large, small: dist.all_to_all_single(torch.empty_like(large), large, group=group))
+    yield job("send", lambda large, small: _to_neighbour(large, group))
+
+
+def _to_neighbour(tensor: Tensor, group: dist.ProcessGroup) -> None:
+    """Even ranks send to the odd one above them; an odd one out has nothing to do."""
+    ranks, here = dist.get_process_group_ranks(group), group.rank()
+    peer = here ^ 1
+    if peer < len(ranks):
+        if here % 2 == 0:
+            dist.send(tensor, ranks[peer], group=group)
+        else:
+            dist.recv(tensor, ranks[peer], group=group)
+
+
+def _seconds(job: _Job, device: torch.device) -> float:
+    run = job.prepare()
+    run()
+    times = []
+    for _ in range(_REPEATS):
+        _together(device)
+        start = time.perf_counter()
+        run()
+        _finish(device)
+        times.append(time.perf_counter() - start)
+    slowest = torch.tensor(statistics.median(times), dtype=torch.float64, device=device)
+    if dist.is_initialized():
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return float(slowest)
+
+
+def _together(device: torch.device) -> None:
+    _finish(device)
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

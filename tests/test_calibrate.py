@@ -1,0 +1,140 @@
+"""Measurements to a cluster file: the fit finds the figures that samples were made from, the file loads."""
+
+from __future__ import annotations
+
+import dataclasses
+from datetime import date
+from pathlib import Path
+
+import pytest
+import torch
+
+from autopar import cli
+from autopar.calibrate import COLLECTIVES, Calibration, _level_sizes, fit
+from autopar.cost_model.comm_cost import GroupCost
+from autopar.runtime.measure import Sample, measure, measurement_count
+from autopar.specs import ClusterSpec
+
+CPU = torch.device("cpu")
+
+
+def samples(*groups: tuple[int, float, float]) -> list[Sample]:
+    """A machine of 100 Gflop/s in fp32 whose small products reach half of it; groups: (ranks, bytes/s, latency)."""
+    made = [
+        Sample("matmul", "fp32", 1e9, 1e-2),
+        Sample("matmul", "fp32", 1e6, 2e-5),
+        Sample("matmul", "fp32", 1e8, 2e-3),
+    ]
+    made += [Sample("matmul", "fp64", 1e9, 2e-2)]
+    made += [
+        Sample("attention", "fp32", 1e8, 4e-3),
+        Sample("memory", "fp32", 6e7, 1e-2),
+        Sample("launch", "fp32", 50, 1e-4),
+    ]
+    for ranks, bandwidth, latency_s in groups:
+        cost = GroupCost(ranks, bandwidth, latency_s)
+        for kind in COLLECTIVES:
+            made += [Sample(kind, "fp32", n, cost.seconds(kind, n), ranks) for n in (1e3, 1e5, 1e7)]
+    return made
+
+
+def test_rates_and_efficiencies() -> None:
+    found = fit(samples(), CPU, 1, ())
+    assert found.flops == {"fp32": pytest.approx(1e11), "fp64": pytest.approx(5e10)}
+    assert found.matmul_efficiency == pytest.approx(0.75)  # of 1, 0.5, 0.5 and 1
+    assert found.attention_efficiency == pytest.approx(0.25)
+    assert found.memory_bandwidth == pytest.approx(6e9)
+    assert found.launch_s == pytest.approx(2e-6)
+    assert found.levels == ()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_latency_and_bandwidth_of_exact_samples(ranks: int) -> None:
+    (level,) = fit(samples((ranks, 2e9, 5e-5)), CPU, ranks, (ranks,)).levels
+    assert level.bandwidth == pytest.approx(2e9, rel=0.05)
+    assert level.latency_s == pytest.approx(5e-5, rel=0.05)
+    assert level.error < 0.05
+
+
+def test_levels_are_fitted_apart() -> None:
+    node, network = fit(samples((4, 1e11, 2e-6), (8, 1e9, 2e-5)), CPU, 8, (4, 8)).levels
+    assert (node.span, network.span) == (4, 8)
+    assert node.bandwidth == pytest.approx(1e11, rel=0.1)
+    assert network.bandwidth == pytest.approx(1e9, rel=0.1)
+
+
+def test_samples_without_a_slope_give_a_finite_bandwidth() -> None:
+    flat = [Sample(kind, "fp32", n, 1e-4, 2) for kind in COLLECTIVES for n in (1e3, 1e4)]
+    (level,) = fit([*samples(), *flat], CPU, 2, (2,)).levels
+    assert 0 < level.bandwidth < 1e15
+    assert 1e-5 < level.latency_s < 1e-3
+
+
+def test_levels_follow_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert _level_sizes(8) == (4, 8)
+    assert _level_sizes(4) == (4,)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    assert _level_sizes(8) == (8,)
+    assert _level_sizes(1) == ()
+
+
+def written(found: Calibration, path: Path) -> ClusterSpec:
+    path.write_text(found.toml(date(2026, 1, 2)), encoding="utf-8")
+    assert "measured 2026-01-02" in path.read_text(encoding="utf-8")
+    return ClusterSpec.load(path)
+
+
+def test_the_file_loads_with_the_measured_figures(tmp_path: Path) -> None:
+    found = fit(samples((4, 2e9, 5e-5)), CPU, 4, (4,))
+    cluster = written(found, tmp_path / "cluster.toml")
+    assert cluster.num_devices == 4
+    assert cluster.device.kind == "cpu"
+    assert cluster.device.flops["fp32"] == pytest.approx(1e11)
+    assert cluster.device.memory_bandwidth * cluster.device.memory_efficiency == pytest.approx(6e9)
+    assert cluster.device.launch_s == pytest.approx(2e-6)
+    (link,) = cluster.links
+    assert link.bandwidth * link.efficiency == pytest.approx(found.levels[0].bandwidth, rel=1e-3)
+    assert link.latency == pytest.approx(found.levels[0].latency_s, rel=1e-2)
+
+
+def test_a_gpu_file_names_no_preset_it_is_not(tmp_path: Path) -> None:
+    found = dataclasses.replace(fit(samples((2, 1e11, 2e-6)), CPU, 2, (2,)), kind="cuda", device="NVIDIA X100")
+    cluster = written(found, tmp_path / "cluster.toml")
+    assert cluster.device.name == "NVIDIA X100"
+    assert cluster.device.kind == "cuda"
+
+
+def test_measuring_alone_takes_the_announced_number_of_samples() -> None:
+    seen: list[Sample] = []
+    taken = measure(CPU, (), seen.append)
+    assert taken == seen
+    assert len(taken) == measurement_count(CPU, ())
+    assert all(s.seconds > 0 and s.amount > 0 and s.ranks == 1 for s in taken)
+
+
+@pytest.mark.distributed
+def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "cluster.toml"
+    assert cli.main(["calibrate", "--ranks", "2", "-o", str(path)]) == 0
+    assert "written to" in capsys.readouterr().out
+    cluster = ClusterSpec.load(path)
+    assert cluster.num_devices == 2
+    assert 1e8 < cluster.device.flops["fp32"] < 1e13
+    assert 1e6 < cluster.links[0].bandwidth < 1e11
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [(["--ranks", "0"], "must be a positive integer"), (["-o", "none/cluster.toml"], "no folder")],
+)
+def test_bad_arguments(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["calibrate", *arguments]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_ranks_are_not_started_twice(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert cli.main(["calibrate", "--ranks", "2"]) == 2
+    assert "torchrun has started the ranks already" in capsys.readouterr().err
