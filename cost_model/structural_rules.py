@@ -109,7 +109,7 @@ def _expand(node: fx.Node, tensors: list[fx.Node]) -> list[Letter]:
 
 def _convert(node: fx.Node, tensors: list[fx.Node]) -> list[Letter]:
     """A conversion over another axis: every dim but those it moves."""
-    moved = {p.dim for p in map(parse_placement, node.args[1:3]) if p.is_shard}
+    moved = {p.dim for p in (parse_placement(str(text)) for text in node.args[1:3]) if p.is_shard}
     return _moves([(d, d) for d in range(_rank(node)) if d not in moved])
 
 

@@ -162,7 +162,7 @@ def _classes_last(graph: fx.Graph, logits: fx.Node, loss: fx.Node) -> fx.Node:
     """[batch, classes, ...], as torch wants it, with the classes moved to the end."""
     rank = len(logits.meta["shape"])
     source = logits.args[0] if op_name(logits) == "transpose" else None
-    if isinstance(source, fx.Node) and rank == 3 and {d % 3 for d in logits.args[1:]} == {1, 2}:
+    if isinstance(source, fx.Node) and rank == 3 and {d % 3 for d in logits.args[1:] if isinstance(d, int)} == {1, 2}:
         return source  # the model moved them there just before
     order = [0, *range(2, rank), 1]
     with graph.inserting_before(loss):

@@ -11,6 +11,8 @@ ensures   every partial sum is reduced before an op that is not linear in it, an
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import fx
 
 from autopar.blocks import op_name
@@ -113,7 +115,7 @@ class _Made:
             where = f"insert_collectives: {source.meta.get('key', source.name)}"
             raise PassError("several tensors cannot be converted at once", where=where)
         have = source.meta["placement"]
-        options = {"group": self.axis, **({"zigzag": True} if self.zigzag else {})}
+        options: dict[str, Any] = {"group": self.axis, **({"zigzag": True} if self.zigzag else {})}
         node = self.graph.call_function(convert, (source, str(have), str(wanted)), options)
         path = source.meta.get("path", "")
         node.meta = {

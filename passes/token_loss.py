@@ -133,7 +133,9 @@ def _cross_entropy(node: fx.Node) -> _Term | None:
     weight = _argument(node, 2, "weight", None)
     reduction, ignore = _argument(node, 3, "reduction", _MEAN), _argument(node, 4, "ignore_index", -100)
     smoothing = _argument(node, 5, "label_smoothing", 0.0)
-    if weight is not None or reduction not in (_MEAN, _SUM) or not isinstance(target, fx.Node):
+    if weight is not None or reduction not in (_MEAN, _SUM):
+        return None
+    if not isinstance(target, fx.Node) or not isinstance(logits, fx.Node):
         return None
     if target.meta["dtype"].is_floating_point or len(logits.meta["shape"]) != len(target.meta["shape"]) + 1:
         return None
