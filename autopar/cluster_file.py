@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar import units
+from autopar.checks import shown
 from autopar.errors import SpecError, nearest
 from autopar.hardware import DEVICES
 from autopar.specs import ClusterSpec, DeviceSpec, LinkSpec, StackSpec
@@ -58,8 +59,10 @@ def load_cluster(path: str | Path) -> ClusterSpec:
         document = tomllib.loads(text)
     except OSError as error:
         raise SpecError(f"cannot read the cluster file: {error.strerror}", where=where) from error
-    except ValueError as error:  # tomllib.TOMLDecodeError and UnicodeDecodeError
+    except ValueError as error:  # tomllib.TOMLDecodeError and UnicodeDecodeError; a number of thousands of digits
         raise SpecError(f"not TOML: {error}", where=where) from error
+    except RecursionError as error:
+        raise SpecError("not a cluster file: nested too deeply", where=where) from error
     try:
         return _cluster(document, Path(path).stem)
     except SpecError as error:
@@ -95,8 +98,8 @@ def _device(table: Mapping[str, Any]) -> DeviceSpec:
     flops = {FLOPS_KEYS[key]: units.flops_per_s(table[key], f"device.{key}") for key in table if key in FLOPS_KEYS}
     kind = table.get("kind")
     if kind is not None:
-        if kind not in DEVICES:
-            raise SpecError(f"unknown kind {kind!r}", where="device", try_=nearest(str(kind), list(DEVICES)))
+        if not isinstance(kind, str) or kind not in DEVICES:
+            raise SpecError(f"unknown kind {shown(kind)}", where="device", try_=nearest(str(kind), list(DEVICES)))
         known = DEVICES[kind]
         return replace(known, **values, flops={**known.flops, **flops})
     missing = [key for key in ("memory", "memory_bandwidth") if key not in table]
@@ -121,7 +124,7 @@ def _stack(table: Mapping[str, Any]) -> StackSpec:
     values = dict(table)
     overlap = values.get("overlap", [])
     if not isinstance(overlap, list):
-        raise SpecError(f"must be a list of names, not {overlap!r}", where="stack.overlap")
+        raise SpecError(f"must be a list of names, not {shown(overlap)}", where="stack.overlap")
     if "overlap" in values:
         values["overlap"] = tuple(overlap)
     return StackSpec(**values)

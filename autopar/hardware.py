@@ -15,8 +15,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from autopar.checks import shown
 from autopar.errors import SpecError, nearest
-from autopar.specs import ClusterSpec, DeviceSpec, LinkSpec
+from autopar.specs import MOST_DEVICES, ClusterSpec, DeviceSpec, LinkSpec
 
 __all__ = ["DEVICES", "NODES", "NodePreset", "generation_of", "preset"]
 
@@ -243,8 +244,11 @@ def preset(name: str, nodes: int = 1) -> ClusterSpec:
     if name not in NODES:
         raise SpecError(f"unknown cluster preset {name!r}", where="cluster", try_=nearest(name, list(NODES)))
     if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 1:
-        raise SpecError(f"node count must be a positive integer, not {nodes!r}", where=f"cluster {name}")
+        raise SpecError(f"node count must be a positive integer, not {shown(nodes)}", where=f"cluster {name}")
     node = NODES[name]
+    most = MOST_DEVICES // node.devices_per_node
+    if nodes > most:
+        raise SpecError(f"node count must be at most {most}, not {shown(nodes)}", where=f"cluster {name}")
     num_devices = node.devices_per_node * nodes
     links = node.links
     if nodes > 1 or not links:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-__all__ = ["AXES", "Degrees"]
+__all__ = ["AXES", "Degrees", "divisors"]
 
 AXES = ("pp", "dp", "cp", "tp")
 
@@ -62,3 +62,9 @@ class Degrees:
     def stride(self, axis: str) -> int:
         """Distance in ranks between neighbours on `axis`: the product of the axes inside it."""
         return math.prod(getattr(self, inner) for inner in AXES[AXES.index(axis) + 1 :])
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors of a positive integer, in order, in steps of its square root."""
+    low = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return [*low, *(number // d for d in reversed(low) if d * d != number)]

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from autopar.checks import require_count, shown
 from autopar.errors import SpecError, nearest
+from autopar.mesh import divisors
 from autopar.placement import parse_placement
 from autopar.plan import CHECKPOINT_MODES, SCHEDULES
 
@@ -43,14 +45,14 @@ class Pins:
     def __post_init__(self) -> None:
         for name in COUNTS:
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise SpecError(f"must be a positive integer, not {value!r}", where=f"pin {name}")
+            if value is not None:
+                require_count(value, f"pin {name}")
         if self.sp is not None and not isinstance(self.sp, bool):
-            raise SpecError(f"must be true or false, not {self.sp!r}", where="pin sp")
+            raise SpecError(f"must be true or false, not {shown(self.sp)}", where="pin sp")
         for name, allowed in (("schedule", SCHEDULES), ("zero", (0, 1, 2, 3)), ("checkpoint", CHECKPOINT_MODES)):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or value not in allowed):
-                raise SpecError(f"{value!r} is not one of {', '.join(map(str, allowed))}", where=f"pin {name}")
+                raise SpecError(f"{shown(value)} is not one of {', '.join(map(str, allowed))}", where=f"pin {name}")
         for pattern, text in self.modules.items():
             _check_placement(pattern, text)
         ordered = dict(sorted(self.modules.items(), key=lambda item: (_wildcards(item[0]), item[0])))
@@ -86,8 +88,8 @@ class Pins:
     def texts(self) -> tuple[str, ...]:
         """Inverse of `parse`."""
         named = [(name, getattr(self, name)) for name in _names() if getattr(self, name) is not None]
-        shown = [f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in named]
-        return (*shown, *(f"{pattern}={placement}" for pattern, placement in self.modules.items()))
+        named_texts = [f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in named]
+        return (*named_texts, *(f"{pattern}={placement}" for pattern, placement in self.modules.items()))
 
     def check(self, cluster: ClusterSpec, train: TrainSpec) -> None:
         """Refuse what no model could make legal, before one is captured. Raises SpecError: rule, values, legal values.
@@ -109,16 +111,18 @@ def _check_devices(pins: Pins, num_devices: int) -> None:
     degrees = {name: getattr(pins, name) for name in ("dp", "tp", "cp", "pp")}
     pinned = {name: size for name, size in degrees.items() if size is not None}
     product = math.prod(pinned.values())
-    shown = " x ".join(f"{name} {size}" for name, size in pinned.items())
+    text = " x ".join(f"{name} {size}" for name, size in pinned.items())
+    text = f"{text} = {product}" if len(pinned) > 1 else text
+    name = next(iter(pinned), "")
     if num_devices % product:
         raise SpecError(
-            f"{shown} = {product} does not divide the {num_devices} devices",
+            f"{text} does not divide the {num_devices} devices",
             where=f"pin {' '.join(pinned)}",
-            try_=f"a product of {_nearest_divisors(num_devices, product)}",
+            try_=f"{'a product of' if len(pinned) > 1 else name} {_nearest_divisors(num_devices, product)}",
         )
     if len(pinned) == len(degrees) and product != num_devices:
         raise SpecError(
-            f"{shown} = {product} uses {product} of the {num_devices} devices",
+            f"{text} uses {product} of the {num_devices} devices",
             where=f"pin {' '.join(pinned)}",
             try_=f"degrees whose product is {num_devices}, or leave one of them free",
         )
@@ -143,9 +147,8 @@ def _check_batch(pins: Pins, global_batch: int) -> None:
 
 def _nearest_divisors(number: int, wanted: int) -> str:
     """Up to four divisors of `number` closest to `wanted`, in order: what a person would change the value to."""
-    divisors = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    divisors = sorted({*divisors, *(number // d for d in divisors)}, key=lambda d: (abs(d - wanted), d))
-    return ", ".join(map(str, sorted(divisors[:4])))
+    closest = sorted(divisors(number), key=lambda d: (abs(d - wanted), d))[:4]
+    return ", ".join(map(str, sorted(closest)))
 
 
 def _names() -> list[str]:
@@ -154,8 +157,8 @@ def _names() -> list[str]:
 
 def _value(key: str, text: str) -> Any:
     if key in (*COUNTS, "zero"):
-        if not text.isdecimal():
-            raise SpecError(f"must be an integer, not {text!r}", where=f"pin {key}")
+        if not text.isdecimal() or len(text) > 20:
+            raise SpecError(f"must be an integer, not {shown(text)}", where=f"pin {key}")
         return int(text)
     if key == "sp":
         if text.lower() not in SWITCHES:

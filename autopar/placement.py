@@ -72,6 +72,8 @@ def parse_placement(text: str) -> Placement:
     if found is None:
         raise ValueError(f"not a placement: {text!r} (R, R|P, P, S(dim), S(dim,left=n))")
     dim, left, plain_dim = found.groups()
+    if len(max(found.groups("0"), key=len)) > 9 or (left is not None and int(left) == 0):
+        raise ValueError(f"no tensor has such a dim or so many parts: {text[:40]!r}")
     return Shard(int(plain_dim)) if plain_dim is not None else Shard(int(dim), int(left or 1))
 
 

@@ -17,22 +17,28 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from autopar.checks import shown
 from autopar.errors import PlanMismatchError, SpecError, nearest
 from autopar.mesh import Degrees
-from autopar.placement import parse_placement
+from autopar.plan_checks import (
+    CHECKPOINT_MODES,
+    CONTEXT_PARALLEL,
+    SCHEDULES,
+    check_fields,
+    check_types,
+    degrees_from,
+    read_json,
+)
 
 __all__ = ["CHECKPOINT_MODES", "CONTEXT_PARALLEL", "SCHEDULES", "SCHEMA_VERSION", "Plan", "expand_path", "match_path"]
 
 SCHEMA_VERSION = 1
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
-CHECKPOINT_MODES = ("none", "selective", "full")
-CONTEXT_PARALLEL = ("ring", "all-gather", "all-to-all")
 
 
 def _frozen(mapping: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -85,11 +91,12 @@ class Plan:
     schema_version: int = SCHEMA_VERSION
 
     def __post_init__(self) -> None:
+        check_types(self)
         for name in ("parameters", "ops", "checkpoint", "prediction", "fingerprints", "solver"):
             object.__setattr__(self, name, _frozen(getattr(self, name)))
         object.__setattr__(self, "stages", tuple(tuple(stage) for stage in self.stages))
         object.__setattr__(self, "overlap", tuple(self.overlap))
-        _check_fields(self)
+        check_fields(self)
 
     # Mappings are read-only views, which neither pickle nor hash: both go through the plain data.
     def __reduce__(self) -> tuple[Any, ...]:
@@ -163,20 +170,15 @@ class Plan:
 
     @staticmethod
     def loads(text: str, where: str = "plan") -> Plan:
-        try:
-            data = json.loads(text)
-        except ValueError as error:
-            raise SpecError(f"not JSON: {error}", where=where) from error
-        if not isinstance(data, dict):
-            raise SpecError("a plan is a JSON object", where=where)
-        return _from_data(data, where)
+        """Read a plan's JSON. Raises as `load` does; `where` names the text in messages."""
+        return _from_data(read_json(text, where), where)
 
     @staticmethod
     def load(path: str | Path) -> Plan:
         """Read a plan file. Raises SpecError (unreadable, malformed) or PlanMismatchError (another schema version)."""
         try:
             text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a path no system takes
             raise SpecError(f"cannot read the plan: {error}", where=str(path)) from error
         return Plan.loads(text, where=str(path))
 
@@ -205,12 +207,12 @@ def _match_component(pattern: str, part: str) -> bool:
     if pattern in ("*", part):
         return True
     bounds = _range(pattern)
-    return bounds is not None and part.isdigit() and bounds[0] <= int(part) <= bounds[1]
+    return bounds is not None and part.isdecimal() and bounds[0] <= int(part) <= bounds[1]
 
 
 def _range(part: str) -> tuple[int, int] | None:
     low, dash, high = part.partition("-")
-    return (int(low), int(high)) if dash and low.isdigit() and high.isdigit() else None
+    return (int(low), int(high)) if dash and low.isdecimal() and high.isdecimal() else None
 
 
 def _lookup(entries: Mapping[str, Any], path: str, default: Any) -> Any:
@@ -227,9 +229,9 @@ def _umask() -> int:
 
 def _from_data(data: Mapping[str, Any], where: str = "plan") -> Plan:
     version = data.get("schema_version")
-    if version != SCHEMA_VERSION:
+    if type(version) is not int or version != SCHEMA_VERSION:
         raise PlanMismatchError(
-            f"plan schema version {version!r}, this autopar reads {SCHEMA_VERSION}",
+            f"plan schema version {shown(version)}, this autopar reads {SCHEMA_VERSION}",
             where=where,
             try_="plan again with this version",
         )
@@ -242,59 +244,8 @@ def _from_data(data: Mapping[str, Any], where: str = "plan") -> Plan:
     if missing:
         raise SpecError(f"missing {', '.join(missing)}", where=where)
     values = dict(data)
-    degrees = values.get("degrees", {})
-    if not isinstance(degrees, Mapping):
-        raise SpecError("must be an object of axis sizes", where=f"{where}: degrees")
     try:
-        values["degrees"] = Degrees(**degrees)
-    except (TypeError, ValueError) as error:
-        raise SpecError(str(error), where=f"{where}: degrees") from error
-    try:
+        values["degrees"] = degrees_from(values.get("degrees", {}), "degrees")
         return Plan(**values)
     except SpecError as error:
         raise SpecError(error.what, where=f"{where}: {error.where}", try_=error.try_) from error
-
-
-def _check_fields(plan: Plan) -> None:
-    for name in ("global_batch", "seq_len", "micro_batch", "virtual_stages"):
-        _require_positive(name, getattr(plan, name))
-    _require_in("schedule", plan.schedule, SCHEDULES)
-    _require_in("zero", plan.zero, (0, 1, 2, 3))
-    _require_in("context_parallel", plan.context_parallel, CONTEXT_PARALLEL)
-    _require_in("precision", plan.precision, ("fp64", "fp32", "bf16", "fp16", "bf16-mixed"))
-    if not isinstance(plan.sequence_sharding, bool):
-        raise SpecError("must be true or false", where="sequence_sharding")
-    for path, text in plan.parameters.items():
-        try:
-            placement = parse_placement(text)
-        except (ValueError, AttributeError) as error:
-            raise SpecError(str(error), where=f"parameters[{path}]") from error
-        if placement.is_partial or placement.kind == "R|P":
-            raise SpecError(f"a parameter is R or S(dim), not {text}", where=f"parameters[{path}]")
-    for path, mode in plan.checkpoint.items():
-        _require_in(f"checkpoint[{path}]", mode, CHECKPOINT_MODES)
-    if plan.global_batch % (plan.degrees.dp * plan.micro_batch):
-        raise SpecError(
-            f"global_batch {plan.global_batch} is not a multiple of "
-            f"dp {plan.degrees.dp} x micro_batch {plan.micro_batch}",
-            where="micro_batch",
-            try_=f"micro_batch one of {_divisors(plan.global_batch // plan.degrees.dp) or 'none: lower dp'}",
-        )
-    if len(plan.stages) != plan.degrees.pp * plan.virtual_stages:
-        raise SpecError(
-            f"{len(plan.stages)} stages for pp {plan.degrees.pp} x virtual_stages {plan.virtual_stages}", where="stages"
-        )
-
-
-def _require_positive(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise SpecError(f"must be a positive integer, not {value!r}", where=name)
-
-
-def _require_in(name: str, value: Any, allowed: Iterable[Any]) -> None:
-    if value not in tuple(allowed) or isinstance(value, bool):
-        raise SpecError(f"{value!r} is not one of {', '.join(map(str, allowed))}", where=name)
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]

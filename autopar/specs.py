@@ -20,6 +20,7 @@ from autopar.checks import (
     require_fraction,
     require_one_of,
     require_text,
+    shown,
 )
 from autopar.errors import SpecError
 from autopar.pins import Pins
@@ -32,6 +33,7 @@ OPTIMIZERS = ("adamw", "adam", "sgd")
 ATTENTION = ("flash", "cudnn", "sdpa", "triton", "unfused")
 ELEMENTWISE = ("te", "compiled", "jit", "eager")
 GRADIENT_DTYPES = ("same", "fp32")
+MOST_DEVICES = 2**20
 OVERLAPS = ("dp_reduce", "tp_linear", "tp_ring", "cp_ring", "zero3_gather")
 
 
@@ -109,7 +111,7 @@ class LinkSpec:
         require_text(self.name, "link.name")
         where = f"link {self.name!r}"
         if isinstance(self.span, bool) or not isinstance(self.span, int):
-            raise SpecError(f"must be a number of devices, not {self.span!r}", where=f"{where}: span")
+            raise SpecError(f"must be a number of devices, not {shown(self.span)}", where=f"{where}: span")
         finite_positive(self.bandwidth, f"{where}: bandwidth")
         finite_non_negative(self.latency, f"{where}: latency")
         require_fraction(self.efficiency, f"{where}: efficiency")
@@ -156,7 +158,7 @@ class ClusterSpec:
 
     def __post_init__(self) -> None:
         require_text(self.name, "name")
-        require_count(self.num_devices, "num_devices")
+        require_count(self.num_devices, "num_devices", largest=MOST_DEVICES)
         object.__setattr__(self, "links", tuple(self.links))
         _check_spans(self.links, self.num_devices)
 
@@ -180,8 +182,8 @@ class ClusterSpec:
         if text.endswith(".toml") or "/" in text:
             return ClusterSpec.load(text)
         name, colon, nodes = text.partition(":")
-        if colon and not nodes.isdecimal():
-            raise SpecError(f"not a number of nodes: {nodes!r}", where=f"cluster {text!r}", try_=f"{name}:4")
+        if colon and (not nodes.isdecimal() or len(nodes) > 20):
+            raise SpecError(f"not a number of nodes: {shown(nodes)}", where=f"cluster {shown(text)}", try_=f"{name}:4")
         return ClusterSpec.preset(name, int(nodes) if colon else 1)
 
     @property

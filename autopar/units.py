@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from autopar.checks import finite_positive
+from autopar.checks import finite_positive, shown
 from autopar.errors import SpecError
 
 __all__ = ["bandwidth_bytes_per_s", "flops_per_s", "memory_bytes", "time_s"]
@@ -67,7 +67,7 @@ def _matched(pattern: re.Pattern[str], value: Any, where: str, wanted: str) -> r
         return None
     found = pattern.fullmatch(value.strip())
     if found is None:
-        raise SpecError(f"must be {wanted}, not {value!r}", where=where)
+        raise SpecError(f"must be {wanted}, not {shown(value)}", where=where)
     return found
 
 
@@ -75,4 +75,4 @@ def _number(text: str, where: str, wanted: str) -> float:
     try:
         return float(text)
     except ValueError as error:  # "1.2.3"
-        raise SpecError(f"must be {wanted}, not {text!r}", where=where) from error
+        raise SpecError(f"must be {wanted}, not {shown(text)}", where=where) from error

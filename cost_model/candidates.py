@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from autopar.errors import InfeasiblePlanError, SpecError
-from autopar.mesh import Degrees
+from autopar.mesh import Degrees, divisors
 from autopar.specs import Pins
 
-__all__ = ["Setting", "check_pins", "divisors", "enumerate_settings", "lower_bound"]
+__all__ = ["Setting", "check_pins", "enumerate_settings", "lower_bound"]
 
 _SCHEDULES = ("1f1b", "gpipe")
 
@@ -38,10 +38,6 @@ class Setting:
         d = self.degrees
         axes = sum(size > 1 for size in d.shape)
         return (axes, d.tp, d.pp, d.cp, int(self.sequence_sharding), -self.micro_batch, int(self.schedule == "gpipe"))
-
-
-def divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def check_pins(pins: Pins, num_devices: int, global_batch: int, seq_len: int) -> None:

@@ -80,7 +80,7 @@ def changed(**options: str) -> list[str]:
         ({"cluster": "dgx-h10:2"}, "did you mean 'dgx-h100'"),
         ({"cluster": "none.toml"}, "cannot read the cluster file"),
         ({"pin": "tpp=2"}, "did you mean 'tp'"),
-        ({"pin": "tp=3"}, "tp 3 = 3 does not divide the 4 devices"),
+        ({"pin": "tp=3"}, "tp 3 does not divide the 4 devices"),
         ({"pin": "microbatch=3"}, "microbatch 3 does not divide the global batch of 8 sequences"),
         ({"global_batch": "0"}, "train.global_batch: must be a positive integer, not 0"),
         ({"precision": "fp12"}, "train.precision: 'fp12' is not one of"),

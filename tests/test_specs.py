@@ -192,3 +192,23 @@ def test_fingerprints_follow_the_content_not_the_name() -> None:
     assert slower.fingerprint != cluster.fingerprint
     assert hash(slower) != hash(cluster)
     assert TrainSpec(seq_len=8).fingerprint != TrainSpec(seq_len=16).fingerprint
+
+
+@pytest.mark.parametrize("text", ["local:99999999999", "dgx-h100:200000", "local:" + "9" * 5000])
+def test_a_cluster_too_large_to_plan_is_refused_with_the_limit(text: str) -> None:
+    with pytest.raises(SpecError, match="at most|not a number of nodes") as caught:
+        ClusterSpec.parse(text)
+    assert len(str(caught.value)) < 200
+
+
+def test_a_batch_too_large_to_divide_is_refused_with_the_limit() -> None:
+    with pytest.raises(SpecError, match="at most 2147483647, not 99999999999999999999"):
+        TrainSpec(global_batch=99999999999999999999)
+
+
+@pytest.mark.parametrize("value", ["9" * 400, "[]", "{}", "nan", "-1", '"1e999GB"'])
+def test_a_figure_no_device_has_is_refused_by_key(tmp_path: Path, value: str) -> None:
+    for key in ("memory", "kind", "matmul_efficiency"):
+        path = written(tmp_path, f'[device]\nbf16_flops = "1T"\nmemory_bandwidth = "1TB/s"\n{key} = {value}\n')
+        with pytest.raises(SpecError, match="device"):
+            ClusterSpec.load(path)

@@ -83,10 +83,12 @@ def render(
 ) -> str:
     """The whole report as plain text, at most `width` columns wide, ending in a newline."""
     parts: list[RenderableType] = [_heading(plan, cluster, model), _choices(plan)]
-    if plan.prediction:
+    timed = "step_time_s" in plan.prediction
+    if timed:
         parts += [_section("Where the step goes"), _time_table(plan.prediction)]
+    if plan.prediction.get("peak_memory_bytes"):
         parts += [_section("Memory at the peak, per device"), _memory_table(plan.prediction, cluster)]
-    else:
+    if not timed:
         parts.append(Text("\nNo prediction: this plan was not priced."))
     parts += [_section("Layers"), _stage_table(plan)]
     if plan.parameters:
@@ -168,7 +170,7 @@ def _checkpoint_text(plan: Plan) -> str:
 def _time_table(prediction: Mapping[str, Any]) -> Table:
     step_s = float(prediction["step_time_s"])
     table = _table("part", "time", "share", numbers=2)
-    for key, seconds in prediction["time_s"].items():
+    for key, seconds in prediction.get("time_s", {}).items():
         if seconds:
             table.add_row(TIME_NAMES.get(key, key), seconds_text(seconds), percent_text(seconds / step_s))
     table.add_section()
