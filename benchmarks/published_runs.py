@@ -43,26 +43,30 @@ def report(prepared: Sequence[Prepared], refused: dict[str, str], cross: bool) -
         for source, fitted in cross_validate(prepared, constants).items():
             held_out += priced_rows([p for p in prepared if p.run.source == source], fitted)
         found["leave_one_source_out"] = time_scores(held_out)
-        found["leave_one_source_out"]["found_nowhere_else"] = _alone(prepared)
+        shared = _shared(prepared)
+        kept = [p for p in held_out if p.run.id in shared]
+        found["leave_one_source_out"]["where_shared"] = time_scores(kept)["overall"] if kept else {}
     return found
 
 
-def _alone(prepared: Sequence[Prepared]) -> list[str]:
-    """Sources whose device generation and precision occur in no other source."""
-    where: dict[tuple[str, str], set[str]] = {}
+def _shared(prepared: Sequence[Prepared]) -> set[str]:
+    """Rows whose device generation and precision occur in some other source as well: the others cannot be predicted
+    by constants fitted elsewhere, and are reported apart."""
+    sources: dict[tuple[str, str], set[str]] = {}
     for p in prepared:
-        where.setdefault((p.generation, str(p.run.layout.fp8)), set()).add(p.run.source)
-    sources = {p.run.source for p in prepared}
-    shared = {source for found in where.values() if len(found) > 1 for source in found}
-    return sorted(sources - shared)
+        sources.setdefault((p.generation, str(p.run.layout.fp8)), set()).add(p.run.source)
+    return {p.run.id for p in prepared if len(sources[p.generation, str(p.run.layout.fp8)]) > 1}
 
 
 def print_report(found: dict[str, Any], priced: Sequence[Priced], worst: int) -> None:
     _print_times("step time", found)
     if "leave_one_source_out" in found:
         _print_times("leave one source out", found["leave_one_source_out"])
-        alone = ", ".join(found["leave_one_source_out"]["found_nowhere_else"])
-        print(f"  device and precision found nowhere else: {alone}")
+        shared = found["leave_one_source_out"]["where_shared"]
+        if shared:
+            print(
+                f"  rows whose device and precision another source has: {shared['n']}, {shared['mean_abs_error']:.1%} mean"
+            )
     print("\norder of layouts            pairs  ordered  groups  median regret")
     for source, score in found["ordering"].items():
         regret = f"{score['median_regret']:13.1%}" if "median_regret" in score else ""
