@@ -64,9 +64,7 @@ def print_report(found: dict[str, Any], priced: Sequence[Priced], worst: int) ->
         _print_times("leave one source out", found["leave_one_source_out"])
         shared = found["leave_one_source_out"]["where_shared"]
         if shared:
-            print(
-                f"  rows whose device and precision another source has: {shared['n']}, {shared['mean_abs_error']:.1%} mean"
-            )
+            print(f"  where others share device and precision: {shared['n']}, {shared['mean_abs_error']:.1%} mean")
     print("\norder of layouts            pairs  ordered  groups  median regret")
     for source, score in found["ordering"].items():
         regret = f"{score['median_regret']:13.1%}" if "median_regret" in score else ""
