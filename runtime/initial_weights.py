@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import zlib
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -71,7 +72,7 @@ def _alone(module: nn.Module) -> nn.Module:
     return lone
 
 
-def _initialise(model: nn.Module, module: nn.Module) -> None:
+def _initialise(model: Any, module: Any) -> None:
     """By the model's own initialiser (Hugging Face), else by the module's reset_parameters."""
     if hasattr(model, "_init_weights"):
         model._init_weights(module)
