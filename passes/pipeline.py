@@ -103,12 +103,6 @@ def _check(traced: TracedModel, plan: Plan) -> None:
             where="seq_len",
             try_=f"a multiple of {2 * plan.degrees.cp}; shorter batches are padded at run time",
         )
-    if plan.zero or plan.virtual_stages > 1 or plan.schedule not in ("gpipe", "1f1b"):
-        raise PlanMismatchError(
-            f"schedule {plan.schedule}, zero {plan.zero}, virtual_stages {plan.virtual_stages}: not executed yet",
-            where="plan",
-            try_="schedule gpipe or 1f1b, zero 0, virtual_stages 1",
-        )
     _check_names(traced, plan)
     low, high = traced.seq_range
     if plan.seq_len < low or (high is not None and plan.seq_len > high):

@@ -14,16 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from autopar.errors import AutoparError, SpecError
+from autopar.errors import AutoparError
 from autopar.ir import StageGraph, TracedModel
 from autopar.plan import Plan
+from autopar.runtime.batches import BatchIntake
 from autopar.runtime.grad_norm import GradientNorm
 from autopar.runtime.limits import refuse_unbuilt
 from autopar.runtime.outputs import WholeForward
-from autopar.runtime.pipeline import PipelineRunner
-from autopar.runtime.reducer import GradientReducer, GroupSum
-from autopar.runtime.rows import count_micro_batches, cut_rows, row_count
-from autopar.runtime.sequence import pad_sequences
+from autopar.runtime.pipeline import LocalStage, PipelineRunner
+from autopar.runtime.reductions import gradient_reducer
+from autopar.runtime.rows import cut_rows
 from autopar.runtime.stage import localize, set_training
 from autopar.runtime.state import LocalState
 from autopar.runtime.tokens import TokenCounter
@@ -32,14 +32,13 @@ from autopar.runtime.world import World
 __all__ = ["ParallelModule"]
 
 
-_ROW_IDS = "row_ids"
 """Input that passes add where dropout has to know which rows it sees."""
 
 
 class ParallelModule(nn.Module):
     """A model cut by a plan. Collective: every rank builds it with the same model and plan, and calls it alike.
 
-    stages       one graph per pipeline stage, of which this rank runs its own
+    stages       one graph per pipeline stage; this rank runs those at its position on pp, and every pp-th after it
     token_count  graph from model inputs to the number of tokens the loss averages over
     whole        builds the graph with all the user's outputs, for `pm(**batch)`; None under pipeline parallelism
     report       renders what was planned and why
@@ -66,22 +65,14 @@ class ParallelModule(nn.Module):
         self._state = LocalState(model, stages, self.world)
         self.notices = [*traced.notices, *self._state.notices]
         self._report = report
-        self._stage = stages[self.world.position["pp"]]
         # Kept in tuples: nn.Module would list the parameters of a child module under paths of its graph.
-        self._graphs: tuple[fx.GraphModule, ...] = (self._localize(self._stage),)
+        self._graphs: tuple[fx.GraphModule, ...] = tuple(self._localize(stage) for stage in self._state.own_stages)
         self._whole: tuple[WholeForward, ...] = ()
         self._build_whole = whole
         self._counter = TokenCounter(None if token_count is None else localize(token_count, {}, {}, device), self.world)
         self._tokens = torch.ones((), device=device)
-        self._rows_seen = 0
-        self._pads_unseen = all(_is_causal(n) for n in traced.graph_module.graph.nodes if _is_attention(n))
-        self._reducer = GradientReducer(
-            list(self._state.parameters.values()),
-            self.world.group("dp"),
-            [*self._partial_sums(), *self._tied_sums()],
-            bucket_bytes=bucket_bytes,
-            overlap=overlap,
-        )
+        self._intake = BatchIntake(traced, plan, self.world, self._counter)
+        self._reducer = gradient_reducer(self._state, self.world, bucket_bytes=bucket_bytes, overlap=overlap)
         self._norm = GradientNorm(self._state, self.world)
         self._pipeline = self._new_pipeline()
 
@@ -98,8 +89,7 @@ class ParallelModule(nn.Module):
             raise AutoparError(
                 "the model returns no loss", where="step", try_="pass labels in the example, or loss_fn to parallelize"
             )
-        inputs = self._own_rows(self._padded(self._numbered(self._bind(batch), local)), local)
-        micro_batches = count_micro_batches(row_count(self.traced.inputs, inputs), 1, self.plan.micro_batch)
+        inputs, micro_batches = self._intake.step_rows(batch, local)
         self._tokens = self._counter.total(inputs)
         self._reducer.begin(micro_batches)
         if self._pipeline is not None:
@@ -114,7 +104,7 @@ class ParallelModule(nn.Module):
 
         `step` moves less. Raises AutoparError under pipeline parallelism.
         """
-        inputs = self._own_rows(self._numbered(self.traced.signature.bind(args, kwargs), local=False), local=False)
+        inputs = self._intake.own_rows(self._intake.numbered(self.traced.signature.bind(args, kwargs)))
         return self._whole_forward()(inputs)
 
     def optimizer(self, cls: Callable[..., torch.optim.Optimizer], **options: Any) -> torch.optim.Optimizer:
@@ -194,52 +184,13 @@ class ParallelModule(nn.Module):
         tensors = self._state.tensors_of(stage)
         return localize(stage.graph_module, tensors, self.world.group_names(), self.world.device)
 
-    def _bind(self, batch: Any) -> dict[str, Tensor]:
-        signature = self.traced.signature
-        if hasattr(batch, "keys"):  # a Mapping, or a tokenizer's BatchEncoding, which is none
-            return signature.bind((), {str(key): batch[key] for key in batch.keys()})  # noqa: SIM118
-        return signature.bind(batch if isinstance(batch, list | tuple) else (batch,), {})
-
-    def _numbered(self, inputs: dict[str, Tensor], local: bool) -> dict[str, Tensor]:
-        """With the number of every row since training began, if dropout reads it."""
-        if all(spec.name != _ROW_IDS for spec in self.traced.inputs):
-            return inputs
-        rows = row_count([s for s in self.traced.inputs if s.name != _ROW_IDS], inputs)
-        dp = self.world.size("dp") if local else 1
-        first = self._rows_seen + (self.world.position["dp"] * rows if local else 0)
-        self._rows_seen += rows * dp
-        return {**inputs, _ROW_IDS: torch.arange(first, first + rows)}
-
-    def _padded(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Sequences that cut into 2 cp chunks; what is added has no label and is not seen by causal tokens."""
-        chunks = 2 * self.world.size("cp")
-        lengths = {s.name: inputs[s.name].shape[s.seq_dim] for s in self.traced.inputs if s.seq_dim is not None}
-        if chunks == 2 or all(length % chunks == 0 for length in lengths.values()):
-            return inputs
-        if not self._pads_unseen:
-            raise SpecError(
-                f"sequences of {max(lengths.values())} tokens do not cut into 2 x cp = {chunks} chunks, and attention "
-                "that is not causal would see padding",
-                where="batch",
-                try_=f"a length that is a multiple of {chunks}",
-            )
-        return pad_sequences(inputs, self.traced.inputs, chunks, self._counter.fill)
-
-    def _own_rows(self, inputs: dict[str, Tensor], local: bool) -> dict[str, Tensor]:
-        """This dp rank's rows, on its device."""
-        dp = self.world.size("dp")
-        if dp > 1 and not local:
-            count_micro_batches(row_count(self.traced.inputs, inputs), dp, self.plan.micro_batch)
-            inputs = cut_rows(self.traced.inputs, inputs, dp)[self.world.position["dp"]]
-        return {name: t.to(self.world.device, non_blocking=True) for name, t in inputs.items()}
-
     def _scaled_loss(self, loss_sum: Tensor) -> Tensor:
         return loss_sum.sum() / self._tokens
 
     def _accumulate(self, inputs: Mapping[str, Tensor], micro_batches: int) -> list[Tensor]:
         losses = []
         for part in cut_rows(self.traced.inputs, inputs, micro_batches):
-            outputs = self._graphs[0](**{name: part[name] for name in self._stage.inputs})
+            outputs = self._graphs[0](**{name: part[name] for name in self._state.own_stages[0].inputs})
             loss = self._scaled_loss(outputs[0])
             loss.backward()
             losses.append(loss.detach())
@@ -269,41 +220,17 @@ class ParallelModule(nn.Module):
             self._whole = (WholeForward(graph, self.traced, self.world, self._counter, self._reducer),)
         return self._whole[0]
 
-    def _partial_sums(self) -> list[GroupSum]:
-        sums = []
-        for axis in ("cp", "tp"):
-            group = self.world.group(axis)
-            shards = self._state.shards
-            partial = [self._state.parameters[name] for name in shards if axis in shards[name].grad_partial]
-            if group is not None and partial:
-                ranks = tuple(self.world.global_rank(axis, i) for i in range(group.size()))
-                sums.append(GroupSum(tuple(partial), group, ranks))
-        return sums
-
-    def _tied_sums(self) -> list[GroupSum]:
-        """One sum over the stages that share a parameter, per set of stages."""
-        shared: dict[tuple[int, ...], list[nn.Parameter]] = {}
-        for name, parameter in self._state.named_parameters():
-            holders = self._state.holders(name)
-            if len(holders) > 1 and parameter.requires_grad:
-                shared.setdefault(tuple(holders), []).append(parameter)
-        group = self.world.group("pp")
-        if group is None:
-            return []
-        return [
-            GroupSum(tuple(parameters), group, tuple(self.world.global_rank("pp", stage) for stage in stages))
-            for stages, parameters in sorted(shared.items())
-        ]
-
     def _new_pipeline(self) -> PipelineRunner | None:
         group = self.world.group("pp")
         if group is None:
             return None
         return PipelineRunner(
-            self._graphs[0],
-            [s for s in self.traced.inputs if s.name in self._stage.inputs],
-            index=self.world.position["pp"],
-            stages=self.world.size("pp"),
+            [
+                LocalStage(stage.index, graph, stage.inputs)
+                for stage, graph in zip(self._state.own_stages, self._graphs, strict=True)
+            ],
+            self.traced.inputs,
+            count=len(self.plan.stages),
             schedule=self.plan.schedule,
             device=self.world.device,
             group=group,
@@ -313,11 +240,3 @@ class ParallelModule(nn.Module):
 
 # The code that iterates over parameters in torch.nn.utils.clip_grad_norm_ and its relatives, under their decorators.
 _CLIPPING = tuple(inspect.unwrap(f).__code__ for f in (nn.utils.clip_grad_norm_, nn.utils.clip_grads_with_norm_))
-
-
-def _is_attention(node: fx.Node) -> bool:
-    return node.target is torch.ops.aten.scaled_dot_product_attention.default
-
-
-def _is_causal(node: fx.Node) -> bool:
-    return bool(node.args[5] if len(node.args) > 5 else node.kwargs.get("is_causal", False))

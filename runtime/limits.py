@@ -9,6 +9,7 @@ import torch
 from autopar.errors import PlanMismatchError, SpecError
 from autopar.ir import TracedModel
 from autopar.plan import Plan
+from autopar.runtime.pipeline import check_micro_batches
 
 __all__ = ["model_precision", "refuse_unbuilt"]
 
@@ -17,14 +18,9 @@ _PRECISIONS = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf
 
 def refuse_unbuilt(plan: Plan, traced: TracedModel) -> None:
     """Raise SpecError or PlanMismatchError for the first thing in the plan that cannot be run."""
-    unbuilt = {
-        f"zero {plan.zero}": plan.zero > 0,
-        f"virtual_stages {plan.virtual_stages}": plan.virtual_stages > 1,
-        f"schedule {plan.schedule!r}": plan.schedule not in ("gpipe", "1f1b"),
-    }
-    for what, refused in unbuilt.items():
-        if refused:
-            raise SpecError(f"{what} can be planned but not run yet", where="plan")
+    if plan.zero:
+        raise SpecError(f"zero {plan.zero} can be planned but not run yet", where="plan")
+    _check_schedule(plan)
     own = model_precision(traced)
     if plan.precision != own:
         raise PlanMismatchError(
@@ -33,6 +29,24 @@ def refuse_unbuilt(plan: Plan, traced: TracedModel) -> None:
             try_=f"cast the model before parallelize, or plan with precision {own}"
             + ("; bf16-mixed is not built yet" if plan.precision == "bf16-mixed" else ""),
         )
+
+
+def _check_schedule(plan: Plan) -> None:
+    pp, virtual = plan.degrees.pp, plan.virtual_stages
+    if plan.schedule in ("gpipe", "1f1b") and virtual > 1:
+        raise SpecError(
+            f"schedule {plan.schedule} runs one stage a rank, not {virtual}",
+            where="virtual_stages",
+            try_="schedule interleaved or zero-bubble, or virtual_stages 1",
+        )
+    if pp == 1 and virtual > 1:
+        raise SpecError(f"{virtual} virtual stages without a pipeline", where="virtual_stages", try_="pp of 2 or more")
+    if pp > 1 and plan.schedule == "interleaved" and virtual == 1:
+        raise SpecError(
+            "schedule interleaved needs several stages a rank", where="virtual_stages", try_="virtual_stages 2, or 1f1b"
+        )
+    if pp > 1:
+        check_micro_batches(plan.schedule, pp, plan.micro_batches)
 
 
 def model_precision(traced: TracedModel) -> str:

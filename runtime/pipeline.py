@@ -1,9 +1,10 @@
-"""Running one stage of a pipeline with the schedules of torch.distributed.pipelining."""
+"""Running this rank's stages of a pipeline with the schedules of torch.distributed.pipelining."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,92 +12,131 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
 
+from autopar.errors import SpecError
 from autopar.ir import InputSpec
 
-__all__ = ["PipelineRunner"]
+__all__ = ["LocalStage", "PipelineRunner", "check_micro_batches"]
 
 _KEPT_SCHEDULES = 4  # each holds receive buffers for all its micro-batches
+_LOOPED = {"interleaved": ScheduleInterleaved1F1B, "zero-bubble": ScheduleInterleavedZeroBubble}
+
+
+@dataclass(frozen=True)
+class LocalStage:
+    """A stage this rank runs: its place in the pipeline, its module, and the model inputs it reads."""
+
+    index: int
+    module: nn.Module
+    inputs: tuple[str, ...]
+
+
+def check_micro_batches(schedule: str, ranks: int, micro_batches: int) -> None:
+    """Raise SpecError for a number of micro-batches that the schedule cannot run.
+
+    The looped schedules go in rounds of equal size: with n micro-batches there are max(1, n // ranks) of them.
+    """
+    rounds = max(1, micro_batches // ranks)
+    if schedule in _LOOPED and micro_batches % rounds:
+        raise SpecError(
+            f"{micro_batches} micro-batches do not fall into {rounds} equal rounds over {ranks} pipeline ranks, "
+            f"which schedule {schedule} needs",
+            where="micro_batch",
+            try_=f"{micro_batches // ranks * ranks} or {(micro_batches // ranks + 1) * ranks} micro-batches a step",
+        )
 
 
 class _Body(nn.Module):
     """A stage's graph as torch's PipelineStage wants it: boundary tensors by position, inputs by keyword.
 
-    Inputs travel under neutral names (`input0`): the schedule has keyword arguments of its own, such as `target`.
+    Inputs travel under neutral names (`input0`): the schedule has keyword arguments of its own, such as `target`. All
+    stages of a rank are given the inputs of all of them.
     """
 
-    def __init__(self, graph_module: nn.Module, inputs: Sequence[str]) -> None:
+    def __init__(self, stage: LocalStage, names: Sequence[str]) -> None:
         super().__init__()
-        self.graph_module = graph_module
-        self._inputs = {f"input{i}": name for i, name in enumerate(inputs)}
+        self.module = stage.module
+        self._inputs = {f"input{i}": name for i, name in enumerate(names) if name in stage.inputs}
         self.uncut: dict[str, Tensor] = {}
 
     def forward(self, *received: Tensor, **given: Tensor) -> Any:
-        inputs = {self._inputs[key]: value for key, value in given.items()}
-        outputs = self.graph_module(*received, **inputs, **self.uncut)
+        inputs = {name: given[key] for key, name in self._inputs.items() if key in given}
+        uncut = {name: self.uncut[name] for name in self._inputs.values() if name in self.uncut}
+        outputs = self.module(*received, **inputs, **uncut)
         sent = tuple(t.contiguous() for t in outputs)  # point-to-point sends take contiguous tensors only
         return sent[0] if len(sent) == 1 else sent
 
 
 class PipelineRunner:
-    """Runs the micro-batches of a step through this rank's stage.
+    """Runs the micro-batches of a step through this rank's `stages`, of `count` in all.
 
     Buffers and schedule belong to one shape of input; a batch of another shape gets its own, the last few are kept.
     """
 
     def __init__(
         self,
-        graph_module: nn.Module,
+        stages: Sequence[LocalStage],
         inputs: Sequence[InputSpec],
         *,
-        index: int,
-        stages: int,
+        count: int,
         schedule: str,
         device: torch.device,
         group: dist.ProcessGroup,
         loss: Callable[[Tensor], Tensor],
     ) -> None:
-        self._inputs = tuple(inputs)
-        self._body = _Body(graph_module, [s.name for s in inputs])
-        self._index, self._stages, self._schedule = index, stages, schedule
+        used = {name for stage in stages for name in stage.inputs}
+        self._inputs = tuple(spec for spec in inputs if spec.name in used)
+        self._stages = tuple(stages)
+        self._bodies = tuple(_Body(stage, [spec.name for spec in self._inputs]) for stage in stages)
+        self._count, self._schedule = count, schedule
         self._device, self._group, self._loss = device, group, loss
-        self._schedules: OrderedDict[tuple[Any, ...], PipelineScheduleSingle] = OrderedDict()
+        self._schedules: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
 
     def run(self, batch: Mapping[str, Tensor], micro_batches: int) -> list[Tensor]:
-        """Forward and backward of all micro-batches; their losses on the last stage, else nothing."""
-        self._body.uncut = {s.name: batch[s.name] for s in self._inputs if s.batch_dim is None}
+        """Forward and backward of all micro-batches; their losses where the last stage is, else nothing.
+
+        Raises SpecError for a number of micro-batches the schedule cannot run.
+        """
+        uncut = {s.name: batch[s.name] for s in self._inputs if s.batch_dim is None}
+        for body in self._bodies:
+            body.uncut = uncut
         cut: dict[str, Any] = {
             f"input{i}": batch[s.name] for i, s in enumerate(self._inputs) if s.batch_dim is not None
         }
         losses: list[Tensor] = []
-        last = self._index == self._stages - 1
+        last = self._stages[-1].index == self._count - 1
         # The schedule wants a target to cut; the loss is in the graph and needs none.
         arguments: dict[str, Any] = {"target": torch.zeros(micro_batches), "losses": losses} if last else {}
         self._schedule_for(batch, micro_batches).step(**arguments, **cut, return_outputs=False)
         return [loss.detach() for loss in losses]
 
-    def _schedule_for(self, batch: Mapping[str, Tensor], micro_batches: int) -> PipelineScheduleSingle:
+    def _schedule_for(self, batch: Mapping[str, Tensor], micro_batches: int) -> Any:
         # All inputs of the batch count, also those of other stages: every stage must start anew at the same step.
         key = (micro_batches, *sorted((name, t.shape, t.dtype) for name, t in batch.items()))
         if key not in self._schedules:
+            check_micro_batches(self._schedule, self._group.size(), micro_batches)
             self._schedules[key] = self._new_schedule(micro_batches)
         self._schedules.move_to_end(key)
         if len(self._schedules) > _KEPT_SCHEDULES:
             self._schedules.popitem(last=False)
         return self._schedules[key]
 
-    def _new_schedule(self, micro_batches: int) -> PipelineScheduleSingle:
-        stage = PipelineStage(self._body, self._index, self._stages, self._device, group=self._group)
+    def _new_schedule(self, micro_batches: int) -> Any:
+        stages: list[Any] = [
+            PipelineStage(body, stage.index, self._count, self._device, group=self._group)
+            for body, stage in zip(self._bodies, self._stages, strict=True)
+        ]
         chunks = {
             f"input{i}": TensorChunkSpec(s.batch_dim) for i, s in enumerate(self._inputs) if s.batch_dim is not None
         }
+        options: dict[str, Any] = {
+            "loss_fn": lambda output, _: self._loss(output),
+            "kwargs_chunk_spec": chunks or None,
+            "scale_grads": False,
+        }
+        if self._schedule in _LOOPED:
+            return _LOOPED[self._schedule](stages, micro_batches, **options)
         # With fewer micro-batches than stages 1F1B never reaches its steady state: it is GPipe, and torch refuses it.
-        gpipe = self._schedule == "gpipe" or micro_batches < self._stages
-        return (ScheduleGPipe if gpipe else Schedule1F1B)(
-            stage,
-            micro_batches,
-            loss_fn=lambda output, _: self._loss(output),
-            kwargs_chunk_spec=chunks or None,
-            scale_grads=False,
-        )
+        gpipe = self._schedule == "gpipe" or micro_batches < self._count
+        return (ScheduleGPipe if gpipe else Schedule1F1B)(stages[0], micro_batches, **options)

@@ -1,15 +1,16 @@
-"""Gradient sums across ranks, once per step: over dp while backward still runs, then what passes left partial.
+"""Gradient sums across ranks, once per step: over data-parallel ranks while backward still runs, then over the others.
 
 Losses are divided by the number of tokens of the whole batch before backward, so every reduction is a sum.
 
-The dp sum is cut into buckets over the parameters in reverse execution order, the order in which their gradients get
-ready. A bucket is sent when the last micro-batch has added to all its members. Buckets go out in a fixed order, which
-every rank follows, and contain the same elements whether they are sent early or at the end: overlap changes no bit.
+Data-parallel ranks are those over dp, and over cp where a gradient is partial there. Their sum is cut into buckets over
+the parameters in reverse execution order, the order in which their gradients get ready. A bucket is sent when the last
+micro-batch has added to all its members. Buckets go out in a fixed order, which every rank follows, and contain the
+same elements whether they are sent early or at the end: overlap changes no bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,27 +40,26 @@ class _InFlight:
 
 
 class GradientReducer:
-    """Sums gradients over `dp_group` and then over each of `sums`, in that order.
+    """Sums gradients over their data-parallel group and then over each of `sums`, in that order.
 
-    `parameters` in execution order; those that need no gradient are skipped. Between `begin` and `finish` exactly
-    `micro_batches` backward passes run. Gradients that were there before `begin` are kept and added at the end, so
-    that calling step twice accumulates instead of reducing the first gradient again.
+    `parameters` in execution order, each with its group or None; those that need no gradient are skipped. Between
+    `begin` and `finish` exactly `micro_batches` backward passes run. Gradients that were there before `begin` are kept
+    and added at the end, so that calling step twice accumulates instead of reducing the first gradient again.
     """
 
     def __init__(
         self,
-        parameters: Sequence[nn.Parameter],
-        dp_group: dist.ProcessGroup | None,
+        parameters: Mapping[nn.Parameter, dist.ProcessGroup | None],
         sums: Sequence[GroupSum] = (),
         *,
         bucket_bytes: int = 25 * 2**20,
         overlap: bool = True,
     ) -> None:
         self._parameters = [p for p in parameters if p.requires_grad]
-        self._group = dp_group
         self._sums = tuple(sums)
         self._overlap = overlap
-        self._buckets = _buckets(list(reversed(self._parameters)), bucket_bytes) if dp_group is not None else []
+        self._group_of = {p: group for p, group in parameters.items() if p.requires_grad and group is not None}
+        self._buckets = _buckets(reversed(list(self._group_of)), bucket_bytes, self._group_of)
         self._bucket_of = {p: i for i, bucket in enumerate(self._buckets) for p in bucket}
         self._missing: dict[nn.Parameter, int] = {}
         self._unready: list[int] = []
@@ -74,7 +74,7 @@ class GradientReducer:
     @property
     def idle(self) -> bool:
         """True if there is nothing to reduce at all."""
-        return self._group is None and not self._sums
+        return not self._group_of and not self._sums
 
     def begin(self, micro_batches: int) -> None:
         """Expect that many backward passes."""
@@ -104,9 +104,8 @@ class GradientReducer:
         members = [p for p in bucket if p.grad is not None]
         if not members:
             return
-        assert self._group is not None
         flat = torch.cat([p.grad.flatten() for p in members if p.grad is not None])
-        work = dist.all_reduce(flat, group=self._group, async_op=True)
+        work = dist.all_reduce(flat, group=self._group_of[members[0]], async_op=True)
         assert work is not None
         self._sent.append(_InFlight(members, flat, work))
 
@@ -117,7 +116,9 @@ class GradientReducer:
             self._send(bucket)
         sent = {p for flight in self._sent for p in flight.members}
         late = [p for bucket in self._buckets for p in bucket if p.grad is not None and p not in sent]
-        for bucket in _buckets(late, 2**62):  # silent last time, not this time: its bucket left without it
+        for bucket in _buckets(
+            late, 2**62, self._group_of
+        ):  # silent last time, not this time: its bucket left without it
             self._send(bucket)
         for flight in self._sent:
             flight.work.wait()
@@ -198,15 +199,20 @@ def _scatter(flat: Tensor, members: Sequence[nn.Parameter]) -> None:
         p.grad.copy_(piece.view_as(p))
 
 
-def _buckets(parameters: Iterable[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:
-    """Consecutive parameters of one dtype, at most `bucket_bytes` together unless one alone is larger."""
+def _buckets(
+    parameters: Iterable[nn.Parameter],
+    bucket_bytes: int,
+    groups: Mapping[nn.Parameter, dist.ProcessGroup] | None = None,
+) -> list[list[nn.Parameter]]:
+    """Consecutive parameters of one dtype and group, at most `bucket_bytes` together unless one alone is larger."""
     buckets: list[list[nn.Parameter]] = []
-    filled = 0
+    filled, last = 0, None
     for p in parameters:
         size = p.numel() * p.element_size()
-        if not buckets or buckets[-1][0].dtype != p.dtype or filled + size > bucket_bytes:
+        kind = (p.dtype, None if groups is None else groups[p])
+        if kind != last or filled + size > bucket_bytes:
             buckets.append([])
-            filled = 0
+            filled, last = 0, kind
         buckets[-1].append(p)
         filled += size
     return buckets

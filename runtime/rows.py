@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from autopar.errors import SpecError
 from autopar.ir import InputSpec
 
-__all__ = ["count_micro_batches", "cut_rows", "row_count"]
+__all__ = ["count_micro_batches", "cut_rows", "pad_rows", "row_count"]
 
 
 def row_count(inputs: Sequence[InputSpec], batch: Mapping[str, Tensor]) -> int:
@@ -45,3 +46,22 @@ def cut_rows(inputs: Sequence[InputSpec], batch: Mapping[str, Tensor], parts: in
         for s in inputs
     }
     return [{name: piece[i] for name, piece in pieces.items()} for i in range(parts)]
+
+
+def pad_rows(
+    inputs: Sequence[InputSpec], batch: Mapping[str, Tensor], multiple: int, fill: Mapping[str, int]
+) -> dict[str, Tensor]:
+    """Batches with the last row repeated until the rows divide by `multiple`; inputs in `fill` get its value instead.
+
+    A real row is repeated because an invented one may be what a model turns into NaN, such as a fully masked one.
+    """
+    padded = dict(batch)
+    for spec in inputs:
+        if spec.batch_dim is None:
+            continue
+        x, dim = batch[spec.name], spec.batch_dim
+        last = x.narrow(dim, x.shape[dim] - 1, 1)
+        missing = -x.shape[dim] % multiple
+        more = torch.full_like(last, fill[spec.name]) if spec.name in fill else last
+        padded[spec.name] = torch.cat([x, *[more] * missing], dim)
+    return padded

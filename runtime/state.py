@@ -6,6 +6,7 @@ Names are always the original ones. A parameter lies on every stage that uses it
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -40,8 +41,9 @@ class LocalState:
         whole = {name: everything[name] for name in dict.fromkeys(self._canonical.values())}
         if not world.alone:
             whole = self._same_as_rank_zero(whole)
-        stage = stages[world.position["pp"]]
-        self.shards: dict[str, ParameterShard] = {s.name: s for s in stage.parameters.values()}
+        ranks = world.size("pp")
+        self.own_stages = tuple(stages[world.position["pp"] :: ranks])
+        self.shards: dict[str, ParameterShard] = _shards(self.own_stages)
         self.parameters = {name: self._place(whole[name], shard) for name, shard in self.shards.items()}
         used = {s.name for any_stage in stages for s in any_stage.parameters.values()}
         # Buffers are small and may be needed by any stage; parameters outside the graph never get a gradient.
@@ -58,8 +60,10 @@ class LocalState:
         return tensors | {path: self.buffers[self._canonical[name]] for path, name in stage.buffers.items()}
 
     def holders(self, name: str) -> list[int]:
-        """Stages that hold a parameter."""
-        return [s.index for s in self._stages if any(shard.name == name for shard in s.parameters.values())]
+        """Positions on pp that hold a parameter."""
+        ranks = self._world.size("pp")
+        held = (s.index % ranks for s in self._stages if any(p.name == name for p in s.parameters.values()))
+        return sorted(set(held))
 
     def counts_here(self, name: str) -> bool:
         """Whether this rank's part of a parameter is the one of its equal copies that global sums count."""
@@ -74,13 +78,14 @@ class LocalState:
         world = self._world
         for stage in self._stages:
             shards = {s.name: s for s in stage.parameters.values() if s.name not in whole}
-            mine = stage.index == world.position["pp"]
+            home = stage.index % world.size("pp")
+            mine = home == world.position["pp"]
             held = [int(mine and local[name] is not None) for name in shards]
             present = torch.tensor(held, dtype=torch.int32, device=world.device)
-            world.broadcast(present, "pp", stage.index)
+            world.broadcast(present, "pp", home)
             for (name, shard), there in zip(shards.items(), present.tolist(), strict=True):
                 value = local[name] if mine else None
-                whole[name] = self._gather_one(value, shard, stage.index) if there else None
+                whole[name] = self._gather_one(value, shard, home) if there else None
         return whole
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -169,6 +174,17 @@ class LocalState:
                 "all ranks took those of rank 0"
             )
         return same
+
+
+def _shards(stages: Sequence[StageGraph]) -> dict[str, ParameterShard]:
+    """By name; where a gradient is partial for one reader of a parameter, it is partial."""
+    shards: dict[str, ParameterShard] = {}
+    for stage in stages:
+        for shard in stage.parameters.values():
+            known = shards.get(shard.name, shard)
+            partial = tuple(dict.fromkeys((*known.grad_partial, *shard.grad_partial)))
+            shards[shard.name] = replace(shard, grad_partial=partial)
+    return shards
 
 
 def _canonical_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:

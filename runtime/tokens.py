@@ -18,9 +18,11 @@ class TokenCounter:
     def __init__(self, graph: fx.GraphModule | None, world: World) -> None:
         self._graph, self._world = graph, world
         nodes = () if graph is None else graph.graph.nodes
-        self._inputs = [str(node.target) for node in nodes if node.op == "placeholder"]
+        self.inputs = tuple(str(node.target) for node in nodes if node.op == "placeholder")
+        # Only where targets are compared with the index to ignore can a row be made to count nothing.
+        self.hides_rows = any(node.target is torch.ops.aten.ne.Scalar for node in nodes)
         # What to pad the inputs that hold targets with, so that the padding is not counted.
-        self.fill = dict.fromkeys(self._inputs, 0 if graph is None else graph.meta.get("ignore_index", -100))
+        self.fill = dict.fromkeys(self.inputs, 0 if graph is None else graph.meta.get("ignore_index", -100))
 
     def total(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """Terms in the rows of all dp ranks, 0-d; `inputs` are this rank's rows. Collective over dp."""
@@ -37,5 +39,5 @@ class TokenCounter:
 
     def _local(self, graph: fx.GraphModule, inputs: Mapping[str, Tensor]) -> Tensor:
         with torch.no_grad():
-            count = graph(**{name: inputs[name] for name in self._inputs})
+            count = graph(**{name: inputs[name] for name in self.inputs})
         return torch.as_tensor(count[0] if isinstance(count, tuple) else count, device=self._world.device)

@@ -36,8 +36,10 @@ class World:
         self.rank = dist.get_rank() if size > 1 else 0
         self.position = plan.degrees.coordinates(self.rank)
         self.mesh: DeviceMesh | None = None
+        self._data: DeviceMesh | None = None
         if size > 1:
             self.mesh = init_device_mesh(device.type, plan.degrees.shape, mesh_dim_names=AXES)
+            self._data = self.mesh["dp", "cp"]._flatten("data")  # here, where every rank takes part
 
     @property
     def alone(self) -> bool:
@@ -52,6 +54,17 @@ class World:
         if self.mesh is None or self.size(axis) == 1:
             return None
         return self.mesh.get_group(axis)
+
+    @property
+    def data_mesh(self) -> DeviceMesh | None:
+        """The ranks that train on different data (over dp and cp) with this rank's slice of the model, as one axis."""
+        return self._data if self.size("dp") * self.size("cp") > 1 else None
+
+    def data_group(self, over_cp: bool) -> dist.ProcessGroup | None:
+        """This rank's peers over dp, and over cp too if asked for; None if there are none."""
+        if not over_cp or self.size("cp") == 1:
+            return self.group("dp")
+        return None if self.data_mesh is None else self.data_mesh.get_group()
 
     def group_names(self) -> dict[str, str]:
         """Axis -> c10d group name, for the axes larger than one; what `collectives.bind` takes."""

@@ -56,10 +56,12 @@ def megatron(
     schedule: str = "1f1b",
     layers: int = 4,
     precision: str = "fp64",
+    virtual_stages: int = 1,
 ) -> Plan:
     """Column and row parallel projections, sharded vocabulary, equal stages; 8 sequences of 16 tokens a step."""
     path, parameters = _LAYOUTS[model]
-    cuts = [round(i * layers / degrees.pp) for i in range(degrees.pp + 1)]
+    stages = degrees.pp * virtual_stages
+    cuts = [round(i * layers / stages) for i in range(stages + 1)]
     return Plan(
         degrees=degrees,
         global_batch=8,
@@ -67,6 +69,7 @@ def megatron(
         micro_batch=micro_batch,
         stages=tuple(tuple(f"{path}.{i}" for i in range(a, b)) for a, b in itertools.pairwise(cuts)),
         schedule=schedule,
+        virtual_stages=virtual_stages,
         sequence_sharding=sequence_sharding and degrees.tp > 1,
         parameters=parameters if degrees.tp > 1 else {},
         checkpoint={f"{path}.*": "full"} if checkpoint else {},

@@ -103,8 +103,8 @@ def _with_fault(fault: str) -> VerifyResult:
 def _drop_sums() -> None:
     build = GradientReducer.__init__
 
-    def without_sums(self: Any, parameters: Any, group: Any, sums: Any = (), **options: Any) -> None:
-        build(self, parameters, group, (), **options)
+    def without_sums(self: Any, parameters: Any, sums: Any = (), **options: Any) -> None:
+        build(self, parameters, (), **options)
 
     GradientReducer.__init__ = without_sums  # type: ignore[method-assign]
 

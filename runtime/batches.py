@@ -1,0 +1,112 @@
+"""From the user's batch to this rank's rows: bound to the graph's inputs, cut over dp, padded where that shows nowhere.
+
+Padding adds to no loss term: added tokens come at the end of causal sequences and have no target; added rows repeat the
+last one without its targets.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autopar.errors import SpecError
+from autopar.ir import TracedModel
+from autopar.plan import Plan
+from autopar.runtime.rows import count_micro_batches, cut_rows, pad_rows, row_count
+from autopar.runtime.sequence import pad_sequences
+from autopar.runtime.tokens import TokenCounter
+from autopar.runtime.world import World
+
+__all__ = ["ROW_IDS", "BatchIntake"]
+
+ROW_IDS = "row_ids"
+
+
+class BatchIntake:
+    """Prepares batches for one plan."""
+
+    def __init__(self, traced: TracedModel, plan: Plan, world: World, counter: TokenCounter) -> None:
+        self._traced, self._plan, self._world, self._counter = traced, plan, world, counter
+        attention = [n for n in traced.graph_module.graph.nodes if _is_attention(n)]
+        self._causal = all(_is_causal(n) for n in attention)
+        self._rows_seen = 0
+        self._hides_rows = counter.hides_rows and _only_targets(traced, counter.inputs)
+
+    def bind(self, batch: Any) -> dict[str, Tensor]:
+        """A mapping of arguments, a sequence of positional ones, or the one argument -> graph inputs by name."""
+        signature = self._traced.signature
+        if hasattr(batch, "keys"):  # a Mapping, or a tokenizer's BatchEncoding, which is none
+            return signature.bind((), {str(key): batch[key] for key in batch.keys()})  # noqa: SIM118
+        return signature.bind(batch if isinstance(batch, list | tuple) else (batch,), {})
+
+    def numbered(self, inputs: dict[str, Tensor], local: bool = False) -> dict[str, Tensor]:
+        """With the number of every row since training began, if dropout reads it."""
+        if all(spec.name != ROW_IDS for spec in self._traced.inputs):
+            return inputs
+        rows = row_count([s for s in self._traced.inputs if s.name != ROW_IDS], inputs)
+        dp = self._world.size("dp") if local else 1
+        first = self._rows_seen + (self._world.position["dp"] * rows if local else 0)
+        self._rows_seen += rows * dp
+        return {**inputs, ROW_IDS: torch.arange(first, first + rows)}
+
+    def step_rows(self, batch: Any, local: bool) -> tuple[dict[str, Tensor], int]:
+        """This rank's rows of a training batch on its device, and the micro-batches they make.
+
+        Rows that do not divide are padded, unless each rank brings its own or the loss would see it: SpecError.
+        """
+        inputs = self._padded_sequences(self.numbered(self.bind(batch), local))
+        unit = self._world.size("dp") * self._plan.micro_batch
+        rows = row_count(self._traced.inputs, inputs)
+        if rows % unit and rows and not local and self._hides_rows:
+            inputs = pad_rows(self._traced.inputs, inputs, unit, self._counter.fill)
+        mine = self.own_rows(inputs, local)
+        return mine, count_micro_batches(row_count(self._traced.inputs, mine), 1, self._plan.micro_batch)
+
+    def own_rows(self, inputs: dict[str, Tensor], local: bool = False) -> dict[str, Tensor]:
+        """This dp rank's rows, on its device."""
+        dp = self._world.size("dp")
+        if dp > 1 and not local:
+            count_micro_batches(row_count(self._traced.inputs, inputs), dp, self._plan.micro_batch)
+            inputs = cut_rows(self._traced.inputs, inputs, dp)[self._world.position["dp"]]
+        return {name: t.to(self._world.device, non_blocking=True) for name, t in inputs.items()}
+
+    def _padded_sequences(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Sequences that cut into 2 cp chunks."""
+        specs, chunks = self._traced.inputs, 2 * self._world.size("cp")
+        lengths = {s.name: inputs[s.name].shape[s.seq_dim] for s in specs if s.seq_dim is not None}
+        if chunks == 2 or all(length % chunks == 0 for length in lengths.values()):
+            return inputs
+        if not self._causal:
+            raise SpecError(
+                f"sequences of {max(lengths.values())} tokens do not cut into 2 x cp = {chunks} chunks, and attention "
+                "that is not causal would see padding",
+                where="batch",
+                try_=f"a length that is a multiple of {chunks}",
+            )
+        return pad_sequences(inputs, specs, chunks, self._counter.fill)
+
+
+def _only_targets(traced: TracedModel, names: tuple[str, ...]) -> bool:
+    """Whether these inputs reach the loss and nothing else that learns: then their values may be replaced."""
+    pending = [n for n in traced.graph_module.graph.nodes if n.op == "placeholder" and str(n.target) in names]
+    seen = set(pending)
+    while pending:
+        for user in pending.pop().users:
+            if user.op == "output" or user in seen:
+                continue
+            if user.meta.get("grad") and "cross_entropy" not in str(user.target):
+                return False
+            seen.add(user)
+            if not user.meta.get("grad"):
+                pending.append(user)
+    return True
+
+
+def _is_attention(node: fx.Node) -> bool:
+    return node.target is torch.ops.aten.scaled_dot_product_attention.default
+
+
+def _is_causal(node: fx.Node) -> bool:
+    return bool(node.args[5] if len(node.args) > 5 else node.kwargs.get("is_causal", False))
