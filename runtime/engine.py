@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError
 from autopar.ir import StageGraph, TracedModel
@@ -28,6 +29,7 @@ from autopar.runtime.stage import localize, set_training
 from autopar.runtime.state import LocalState
 from autopar.runtime.tokens import TokenCounter
 from autopar.runtime.world import World
+from autopar.runtime.zero import ShardedStage, no_casts, shard_stage
 
 __all__ = ["ParallelModule"]
 
@@ -66,7 +68,7 @@ class ParallelModule(nn.Module):
         self.notices = [*traced.notices, *self._state.notices]
         self._report = report
         # Kept in tuples: nn.Module would list the parameters of a child module under paths of its graph.
-        self._graphs: tuple[fx.GraphModule, ...] = tuple(self._localize(stage) for stage in self._state.own_stages)
+        self._graphs: tuple[nn.Module, ...] = tuple(self._local_stage(stage) for stage in self._state.own_stages)
         self._whole: tuple[WholeForward, ...] = ()
         self._build_whole = whole
         self._counter = TokenCounter(None if token_count is None else localize(token_count, {}, {}, device), self.world)
@@ -92,6 +94,9 @@ class ParallelModule(nn.Module):
         inputs, micro_batches = self._intake.step_rows(batch, local)
         self._tokens = self._counter.total(inputs)
         self._reducer.begin(micro_batches)
+        for stage in self._graphs:
+            if isinstance(stage, ShardedStage):
+                stage.begin(micro_batches)
         if self._pipeline is not None:
             losses = self._pipeline.run(inputs, micro_batches)
         else:
@@ -112,7 +117,13 @@ class ParallelModule(nn.Module):
 
         They are slices: exact for any optimizer that works element by element (SGD, Adam, AdamW, ...).
         """
-        return cls([p for p in self.parameters() if p.requires_grad], **options)
+        trained = [p for p in self.parameters() if p.requires_grad]
+        sharded = [p for p in trained if isinstance(p, DTensor)]
+        if not sharded or len(sharded) == len(trained):
+            return cls(trained, **options)
+        # torch's fused and foreach steps take one kind of tensor at a time
+        whole = [p for p in trained if not isinstance(p, DTensor)]
+        return cls([{"params": sharded}, {"params": whole}], **options)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """What `torch.nn.utils.clip_grad_norm_` does to a plain model. Collective.
@@ -183,6 +194,12 @@ class ParallelModule(nn.Module):
     def _localize(self, stage: StageGraph) -> fx.GraphModule:
         tensors = self._state.tensors_of(stage)
         return localize(stage.graph_module, tensors, self.world.group_names(), self.world.device)
+
+    def _local_stage(self, stage: StageGraph) -> nn.Module:
+        graph = self._localize(stage)
+        if not self.plan.zero or self.world.data_mesh is None:
+            return graph
+        return shard_stage(graph, stage, self._state, self.world, self.plan.zero, no_casts())
 
     def _scaled_loss(self, loss_sum: Tensor) -> Tensor:
         return loss_sum.sum() / self._tokens

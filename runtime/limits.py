@@ -18,8 +18,12 @@ _PRECISIONS = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf
 
 def refuse_unbuilt(plan: Plan, traced: TracedModel) -> None:
     """Raise SpecError or PlanMismatchError for the first thing in the plan that cannot be run."""
-    if plan.zero:
-        raise SpecError(f"zero {plan.zero} can be planned but not run yet", where="plan")
+    if plan.zero and plan.schedule == "zero-bubble" and plan.degrees.pp > 1:
+        raise SpecError(
+            f"zero {plan.zero} with schedule zero-bubble: FSDP reduces before the split backward has weight gradients",
+            where="zero",
+            try_="zero 0, or schedule 1f1b or interleaved",
+        )
     _check_schedule(plan)
     own = model_precision(traced)
     if plan.precision != own:

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
+from torch.distributed.tensor import DTensor, Partial
+from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from autopar.errors import AutoparError
@@ -38,7 +40,11 @@ class WholeForward:
         self._batch_dims = _batch_dims(traced)
 
     def __call__(self, inputs: Mapping[str, Tensor]) -> Any:
-        outputs = list(self.graph_module(**inputs))
+        gathered = _gathered(self.graph_module)
+        if gathered:
+            outputs = list(functional_call(self.graph_module, gathered, (), dict(inputs)))
+        else:
+            outputs = list(self.graph_module(**inputs))
         for i, value in enumerate(outputs):
             if isinstance(value, Tensor):
                 outputs[i] = self._reducer.reduce_after_backward(self._across_dp(i, value, inputs))
@@ -59,6 +65,18 @@ class WholeForward:
                 try_="pm.step(batch), or a plan with dp=1",
             )
         return convert(value, f"S({dim})", "R", group=group.group_name)
+
+
+def _gathered(module: nn.Module) -> dict[str, Tensor]:
+    """Whole tensors for parameters that are sharded over data-parallel ranks; their gradients are summed and cut again.
+
+    All of them at once: a step moves them layer by layer.
+    """
+    return {
+        name: p.full_tensor(grad_placements=[Partial()])
+        for name, p in module.named_parameters()
+        if isinstance(p, DTensor)
+    }
 
 
 def _batch_dims(traced: TracedModel) -> list[int | None]:

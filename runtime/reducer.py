@@ -17,7 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-__all__ = ["GradientReducer", "GroupSum", "sum_gradients"]
+from autopar.runtime.sharding import local_part
+
+__all__ = ["GradientReducer", "GroupSum", "mark_backward", "sum_gradients"]
 
 
 @dataclass(frozen=True)
@@ -138,13 +140,18 @@ class GradientReducer:
         """
         if self.idle or not output.requires_grad:
             return output
-        result: Tensor = _BackwardMarker.apply(output, self._around_backward)
-        return result
+        return mark_backward(output, self._around_backward)
 
     def _around_backward(self) -> None:
         if not self._active:
             self.begin(1)
             torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+
+
+def mark_backward(x: Tensor, on_backward: Callable[[], None]) -> Tensor:
+    """`x` itself; `on_backward` is called before its gradient goes further down."""
+    result: Tensor = _BackwardMarker.apply(x, on_backward)
+    return result
 
 
 class _BackwardMarker(torch.autograd.Function):
@@ -168,7 +175,7 @@ def sum_gradients(group_sum: GroupSum) -> None:
         if p.grad is None:
             p.grad = torch.zeros_like(p)
     for bucket in _buckets(members, 2**62):
-        flat = torch.cat([p.grad.flatten() for p in bucket if p.grad is not None])
+        flat = torch.cat([local_part(p.grad).flatten() for p in bucket if p.grad is not None])
         if len(group_sum.ranks) == group_sum.group.size():
             dist.all_reduce(flat, group=group_sum.group)
         else:
@@ -193,10 +200,9 @@ def _exchange(mine: Tensor, group_sum: GroupSum) -> Tensor:
 
 
 def _scatter(flat: Tensor, members: Sequence[nn.Parameter]) -> None:
-    pieces = flat.split([p.numel() for p in members])
-    for p, piece in zip(members, pieces, strict=True):
-        assert p.grad is not None
-        p.grad.copy_(piece.view_as(p))
+    gradients = [local_part(p.grad) for p in members if p.grad is not None]
+    for gradient, piece in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(piece.view_as(gradient))
 
 
 def _buckets(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from autopar.runtime.reducer import GradientReducer, GroupSum
 from autopar.runtime.state import LocalState
@@ -16,6 +17,9 @@ def gradient_reducer(state: LocalState, world: World, *, bucket_bytes: int, over
     """Sums over data-parallel ranks in buckets, then over tp what is partial there, then over the stages of a tie."""
     groups: dict[nn.Parameter, dist.ProcessGroup | None] = {}
     for name, parameter in state.parameters.items():
+        if isinstance(parameter, DTensor):  # reduced where it is sharded
+            groups[parameter] = None
+            continue
         groups[parameter] = world.data_group(over_cp="cp" in state.shards[name].grad_partial)
     sums = [*_partial_sums(state, world), *_tied_sums(state, world)]
     return GradientReducer(groups, sums, bucket_bytes=bucket_bytes, overlap=overlap)

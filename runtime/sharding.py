@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.placement import Placement
 
-__all__ = ["assemble", "join_shards", "local_part", "local_shape", "local_slice", "split_shards"]
+__all__ = ["assemble", "copy_whole", "join_shards", "local_part", "local_shape", "local_slice", "split_shards"]
 
 
 def local_shape(shape: Sequence[int], placement: Placement, n: int) -> tuple[int, ...]:
@@ -24,6 +24,16 @@ def local_shape(shape: Sequence[int], placement: Placement, n: int) -> tuple[int
 def local_part(tensor: Tensor) -> Tensor:
     """The plain tensor this rank holds of one that may be sharded over data-parallel ranks; shares its storage."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def copy_whole(target: Tensor, whole: Tensor) -> None:
+    """Copy into `target` its part of `whole`: all of it, unless `target` is sharded over data-parallel ranks."""
+    if not isinstance(target, DTensor):
+        target.copy_(whole)
+        return
+    chunks, index = whole.chunk(target.device_mesh.size(), 0), target.device_mesh.get_local_rank()
+    if index < len(chunks):  # the last ranks of a short dim hold nothing
+        target.to_local().copy_(chunks[index])
 
 
 def local_slice(tensor: Tensor, placement: Placement, index: int, n: int) -> Tensor:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError
 from autopar.ir import ParameterShard, StageGraph
-from autopar.runtime.sharding import join_shards, local_slice
+from autopar.runtime.sharding import copy_whole, join_shards, local_part, local_slice
 from autopar.runtime.world import World
 
 __all__ = ["LocalState"]
@@ -111,15 +111,17 @@ class LocalState:
                 shape = shard.shape if shard is not None else target.shape
                 if tuple(value.shape) != tuple(shape):
                     raise AutoparError(f"shape {tuple(value.shape)}, expected {tuple(shape)}", where=key)
-                target.copy_(value if shard is None else local_slice(value, shard.placement, index, tp))
+                copy_whole(target, value if shard is None else local_slice(value, shard.placement, index, tp))
 
     def differing_copies(self) -> list[str]:
         """Names of this stage's parameters whose dp or tp copies are not the same to the bit. Collective."""
         differing = []
         for name, shard in self.shards.items():
-            own = self.parameters[name].detach()
+            parameter = self.parameters[name]
+            own = local_part(parameter.detach())
             different = torch.zeros((), dtype=torch.int32, device=self._world.device)
-            for axis in ("dp", "cp") if shard.placement.is_shard else ("dp", "cp", "tp"):
+            copied = () if isinstance(parameter, DTensor) else ("dp", "cp")
+            for axis in copied if shard.placement.is_shard else (*copied, "tp"):
                 first = own.clone(memory_format=torch.contiguous_format)
                 self._world.broadcast(first, axis, 0)
                 different = different | (first != own).any().to(torch.int32)
@@ -142,6 +144,8 @@ class LocalState:
 
     def _gather_one(self, value: Tensor | None, shard: ParameterShard, stage: int) -> Tensor:
         world, group = self._world, self._world.group("tp")
+        if isinstance(value, DTensor):
+            value = value.full_tensor()
         if value is None:
             whole = torch.empty(shard.shape, dtype=shard.dtype, device=world.device)
         elif group is not None and shard.placement.is_shard:

@@ -1,0 +1,162 @@
+"""ZeRO: optimizer state (1), gradients (2) and parameters (3) cut over the data-parallel ranks, by torch's FSDP2.
+
+Every layer is a unit, what lies between them another; a unit's tensors are gathered and reduced together. The levels
+are one mechanism with three switches (docs/zero.md tabulates bytes and collectives):
+
+    level   gradients are reduced        parameters are given up     so a rank keeps whole during a step
+    1       after the last micro-batch   after the step's backward   parameters and gradients
+    2       after each micro-batch       after the step's backward   parameters
+    3       after each micro-batch       after every use             one unit's parameters, and the stage's root
+
+Reductions are sums: the loss is already divided by the tokens of the whole batch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, fx, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from autopar.errors import SpecError
+from autopar.ir import ParameterShard, StageGraph
+from autopar.runtime.reducer import mark_backward
+from autopar.runtime.stage import CheckpointedBlock
+from autopar.runtime.state import LocalState
+from autopar.runtime.world import World
+
+__all__ = ["ShardedStage", "no_casts", "shard_stage"]
+
+
+class _Unit(nn.Module):
+    """A plain module around a graph: FSDP changes the class of what it wraps, which a GraphModule does not survive."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.block(*args, **kwargs)
+
+
+class ShardedStage(nn.Module):
+    """A stage whose parameters are sharded. Call `begin` before the micro-batches of a step, then it as the graph."""
+
+    def __init__(self, root: nn.Module, level: int) -> None:
+        super().__init__()
+        assert isinstance(root, FSDPModule)
+        self.root, self._level = root, level
+        self._left = 0
+
+    def begin(self, micro_batches: int) -> None:
+        """Expect that many backward passes."""
+        self._left = micro_batches
+        self._set(last=False)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = self.root(*args, **kwargs)
+        starts = _Once(self._on_backward)
+        return tuple(mark_backward(t, starts) if isinstance(t, Tensor) and t.requires_grad else t for t in outputs)
+
+    def _on_backward(self) -> None:
+        self._left -= 1
+        if self._left == 0:
+            self._set(last=True)
+
+    def _set(self, last: bool) -> None:
+        root = self.root
+        assert isinstance(root, FSDPModule)
+        root.set_is_last_backward(last)
+        root.set_requires_gradient_sync(last or self._level >= 2)
+        root.set_reshard_after_backward(last or self._level == 3)
+
+
+class _Once:
+    """Calls `function` at the first of several calls: whichever output of a micro-batch gets its gradient first."""
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self._function: Callable[[], None] | None = function
+
+    def __call__(self) -> None:
+        if self._function is not None:
+            self._function()
+            self._function = None
+
+
+def shard_stage(
+    graph: fx.GraphModule, stage: StageGraph, state: LocalState, world: World, level: int, policy: MixedPrecisionPolicy
+) -> ShardedStage:
+    """Shard a localized stage in place; `state.parameters` then holds the shards (DTensors over the data mesh).
+
+    Left whole are frozen parameters (below level 3), and those whose gradient is not a summand on every data rank.
+    """
+    mesh = world.data_mesh
+    assert mesh is not None
+    kept = {state.parameters[name] for name, shard in state.shards.items() if not _divides(shard, world, level)}
+    _check_readers(stage, state)
+    _check_dtypes([p for p in state.parameters.values() if p not in kept])
+    places = [_place(graph, path, shard.name) for path, shard in stage.parameters.items()]
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "ignored_params": kept}
+    for name in _unit_names(graph):
+        block = getattr(graph, name)
+        unit = block if isinstance(block, CheckpointedBlock) else _Unit(block)
+        setattr(graph, name, unit)
+        fully_shard(unit, reshard_after_forward=level == 3, **options)
+    root = _Unit(graph)
+    fully_shard(root, reshard_after_forward=False, **options)
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    for owner, attribute, name in places:
+        state.parameters[name] = getattr(owner, attribute)
+    return ShardedStage(root, level)
+
+
+def _divides(shard: ParameterShard, world: World, level: int) -> bool:
+    summand = world.size("cp") == 1 or "cp" in shard.grad_partial
+    return (shard.requires_grad and summand) or (not shard.requires_grad and level == 3)
+
+
+def _check_readers(stage: StageGraph, state: LocalState) -> None:
+    for shard in stage.parameters.values():
+        if isinstance(state.parameters[shard.name], DTensor):
+            raise SpecError(
+                f"{shard.name} is read by two stages of one rank, which FSDP cannot shard together",
+                where="zero",
+                try_="zero 0, or virtual_stages 1",
+            )
+
+
+def _check_dtypes(parameters: Sequence[nn.Parameter]) -> None:
+    dtypes = {p.dtype for p in parameters}
+    if len(dtypes) > 1:
+        raise SpecError(
+            f"the sharded parameters have several dtypes: {', '.join(sorted(map(str, dtypes)))}",
+            where="zero",
+            try_="zero 0, or cast the model to one dtype",
+        )
+
+
+def _unit_names(graph: fx.GraphModule) -> list[str]:
+    """The layers whose parameters nothing else reads; a shared one belongs to the root."""
+    called = [str(node.target) for node in graph.graph.nodes if node.op == "call_module"]
+    readers: Counter[int] = Counter(id(p) for name in called for p in set(getattr(graph, name).parameters()))
+    own = {id(p) for name, p in graph.named_parameters(remove_duplicate=False) if name.split(".")[0] not in called}
+    return [
+        name for name in called
+        if all(readers[id(p)] == 1 and id(p) not in own for p in getattr(graph, name).parameters())
+    ]  # fmt: skip
+
+
+def _place(graph: fx.GraphModule, path: str, name: str) -> tuple[nn.Module, str, str]:
+    owner, _, attribute = path.rpartition(".")
+    return graph.get_submodule(owner), attribute, name
+
+
+def no_casts() -> MixedPrecisionPolicy:
+    """Parameters are used and reduced in their own dtype."""
+    return MixedPrecisionPolicy(cast_forward_inputs=False)
