@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -56,7 +57,8 @@ def find_plan(
     if pins is not None:
         pins.check(cluster, train or TrainSpec())
     start_s = time.perf_counter()
-    traced = _capture(model, _example(model, example, train), loss_fn)
+    precision = _with_precision(train, model, cluster).precision
+    traced = _capture(model, _example(model, example, train), loss_fn, precision)
     statistics = {"capture_s": time.perf_counter() - start_s}
     result = _search(traced, cluster, train, pins)
     notices = (*traced.notices, *result.notices)
@@ -83,18 +85,17 @@ def parallelize(
     loss_fn   `loss_fn(outputs, batch)`, if the model returns no loss itself
     pins      choices to keep fixed
     plan      a plan, or the path of one: nothing is searched
-    options   seed (of dropout); of ParallelModule: bucket_bytes, overlap
+    options   seed (of dropout); of ParallelModule: bucket_bytes, overlap, fp32_reduce, non_finite
     Collective. Rank 0 searches, the others take its plan. Raises AutoparError on every rank.
     """
     device = join_torchrun()
-    traced = _capture(model, _example(model, example, train), loss_fn)
-    result: SearchResult | None = None
     if isinstance(plan, str | Path):
         plan = Plan.load(plan)
+    train = _with_precision(train, model, cluster)
+    precision = train.precision if plan is None else plan.precision
+    traced = _capture(model, _example(model, example, train), loss_fn, precision)
+    result: SearchResult | None = None
     if plan is None:
-        train = train or TrainSpec()
-        # The parameters' own dtype is what runs: a search priced for another one would be refused below.
-        train = replace(train, precision=train.precision or model_precision(traced))
         plan, result = _plan_on_rank_zero(traced, cluster, train, pins)
     return build(model, traced, plan, device=device, report=_Report(plan, result, cluster, traced), **options)
 
@@ -121,8 +122,18 @@ class _Report:
         return render(self._plan, self._result, cluster=self._cluster, notices=self._notices)
 
 
-def _capture(model: nn.Module, example: Any, loss_fn: LossFn | None) -> TracedModel:
-    return passes.prepare(trace(model, example, loss_fn=loss_fn))
+def _with_precision(train: TrainSpec | None, model: nn.Module, cluster: ClusterSpec) -> TrainSpec:
+    """The precision made explicit: mixed for an fp32 model on accelerators, else what the parameters are in."""
+    train = train or TrainSpec()
+    if train.precision is not None:
+        return train
+    own = model_precision(model)
+    return replace(train, precision="bf16-mixed" if own == "fp32" and cluster.device.kind != "cpu" else own)
+
+
+def _capture(model: nn.Module, example: Any, loss_fn: LossFn | None, precision: str | None) -> TracedModel:
+    dtype = {"bf16-mixed": torch.bfloat16, "fp16": torch.float16}.get(precision or "")
+    return passes.prepare(trace(model, example, loss_fn=loss_fn, parameter_dtype=dtype))
 
 
 def _example(model: nn.Module, example: Any, train: TrainSpec | None) -> Any:

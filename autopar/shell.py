@@ -52,15 +52,20 @@ class CallShell(nn.Module):
         return {"loss": self.loss_fn(outputs, arguments), "outputs": outputs}
 
 
-def make_shell(model: nn.Module, mode: FakeTensorMode) -> tuple[nn.Module, list[str]]:
+def make_shell(
+    model: nn.Module, mode: FakeTensorMode, parameter_dtype: torch.dtype | None = None
+) -> tuple[nn.Module, list[str]]:
     """A copy of `model` with fake CPU parameters of `mode`, and the names of buffers whose values are unknown.
+
+    `parameter_dtype` replaces that of fp32 parameters; buffers keep theirs (rotary tables lose too much in 16 bits).
 
     The user's modules, parameters, buffers and config are not modified. Tied parameters stay tied.
     """
     memo: dict[int, Any] = {}
     with mode:
         for parameter in model.parameters():
-            fake = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
+            wanted = parameter_dtype if parameter.dtype == torch.float32 else None
+            fake = torch.empty(parameter.shape, dtype=wanted or parameter.dtype, device="cpu")
             memo[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
     shell = copy.deepcopy(model, memo)
     _switch_off_cache(shell)

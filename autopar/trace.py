@@ -33,8 +33,13 @@ SEQ = sympy.Symbol("seq", integer=True, positive=True)
 LossFn = Callable[[Any, Mapping[str, Any]], torch.Tensor]
 
 
-def trace(model: nn.Module, example: Any, *, loss_fn: LossFn | None = None) -> TracedModel:
+def trace(
+    model: nn.Module, example: Any, *, loss_fn: LossFn | None = None, parameter_dtype: torch.dtype | None = None
+) -> TracedModel:
     """Capture `model` called on `example`.
+
+    parameter_dtype: what fp32 parameters compute in under mixed precision; the graph is that of the model cast to it,
+    while `TracedModel.parameters` describe the user's own.
 
     example: a mapping of arguments by name, a sequence of positional arguments, or one object (tensor, dataclass) that
     is the only argument. Only shapes, dtypes and non-tensor values matter; dim 0 of every tensor is the batch, dim 1
@@ -46,7 +51,7 @@ def trace(model: nn.Module, example: Any, *, loss_fn: LossFn | None = None) -> T
     names = forward_parameters(model)
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True, static_shapes=False)
     leaves = flat_names(arguments)
-    shell, unknown_buffers = make_shell(model, mode)
+    shell, unknown_buffers = make_shell(model, mode, parameter_dtype)
     fake, dynamic = _fake_call([v for v in leaves.values() if isinstance(v, torch.Tensor)], mode)
     call = CallShell(shell, loss_fn, frozenset(names), _rebuilder(arguments))
     try:

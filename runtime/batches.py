@@ -22,6 +22,7 @@ from autopar.runtime.world import World
 __all__ = ["ROW_IDS", "BatchIntake"]
 
 ROW_IDS = "row_ids"
+"""Input that passes add where dropout has to know which rows it sees."""
 
 
 class BatchIntake:

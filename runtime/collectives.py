@@ -7,7 +7,7 @@ A conversion is one node, `convert(x, src, dst, group="tp")`. Its forward is the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -24,11 +24,13 @@ from autopar.runtime.sharding import join_shards, local_slice, split_shards
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-__all__ = ["bind", "convert", "resolve_group", "run_collective"]
+__all__ = ["bind", "convert", "resolve_group", "run_collective", "widened"]
 
 
-def convert(x: Tensor, src: str, dst: str, *, group: str, zigzag: bool = False) -> Tensor:
+def convert(x: Tensor, src: str, dst: str, *, group: str, zigzag: bool = False, wide: bool = False) -> Tensor:
     """Move `x` from placement `src` to `dst` over `group`, differentiably.
+
+    `wide`: sums of 16-bit tensors, forward and backward, are taken and sent in fp32.
 
     `zigzag`: a shard of rank r of n are the chunks r and 2n-1-r of the dim's 2n, in that order.
     `x` is this rank's part under `src`, the result its part under `dst`. Any dtype; only tensors that need a gradient
@@ -40,9 +42,9 @@ def convert(x: Tensor, src: str, dst: str, *, group: str, zigzag: bool = False) 
         raise ValueError(f"no conversion from {source} to {target}")
     process_group = resolve_group(group)
     if x.requires_grad and torch.is_grad_enabled():
-        result: Tensor = _Convert.apply(x, pair, source, target, process_group, zigzag)
+        result: Tensor = _Convert.apply(x, pair, source, target, process_group, zigzag, wide)
         return result
-    return run_collective(pair[0], x, source, target, process_group, zigzag)
+    return run_collective(pair[0], x, source, target, process_group, zigzag, wide)
 
 
 class _Convert(torch.autograd.Function):
@@ -55,29 +57,43 @@ class _Convert(torch.autograd.Function):
         dst: Placement,
         group: dist.ProcessGroup,
         zigzag: bool,
+        wide: bool,
     ) -> Tensor:
-        ctx.gradient, ctx.src, ctx.dst, ctx.group, ctx.zigzag = pair[1], src, dst, group, zigzag
-        result = run_collective(pair[0], x, src, dst, group, zigzag)
+        ctx.gradient, ctx.src, ctx.dst, ctx.options = pair[1], src, dst, (group, zigzag, wide)
+        result = run_collective(pair[0], x, src, dst, group, zigzag, wide)
         return result.view_as(result) if result is x else result
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None, None]:
         # The gradient travels the other way: it lies as `dst` says and must come to lie as `src` says.
-        moved = run_collective(ctx.gradient, grad, ctx.dst, ctx.src, ctx.group, ctx.zigzag)
-        return moved, None, None, None, None, None
+        moved = run_collective(ctx.gradient, grad, ctx.dst, ctx.src, *ctx.options)
+        return moved, None, None, None, None, None, None
 
 
 def run_collective(
-    name: str, x: Tensor, src: Placement, dst: Placement, group: dist.ProcessGroup, zigzag: bool = False
+    name: str,
+    x: Tensor,
+    src: Placement,
+    dst: Placement,
+    group: dist.ProcessGroup,
+    zigzag: bool = False,
+    wide: bool = False,
 ) -> Tensor:
     """One collective by its name in CONVERSIONS; never writes into `x`, may return it."""
+    if wide and name in ("all_reduce", "reduce_scatter") and widened(x) is not x:
+        return run_collective(name, widened(x), src, dst, group, zigzag).to(x.dtype)
     if zigzag and dst.is_shard and name in ("slice", "reduce_scatter"):
         x = to_zigzag(x, dst.dim, group.size())
     result = _COLLECTIVES[name](x, src, dst, group)
     if zigzag and src.is_shard and name in ("all_gather", "pad"):
         result = from_zigzag(result, src.dim, group.size())
     return result
+
+
+def widened(x: Tensor) -> Tensor:
+    """A 16-bit tensor in fp32, any other as it is: sums of 16-bit numbers lose small terms."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 def resolve_group(name: str) -> dist.ProcessGroup:
@@ -89,19 +105,24 @@ def resolve_group(name: str) -> dist.ProcessGroup:
     return group
 
 
-def bind(module: nn.Module, groups: Mapping[str, str]) -> None:
-    """Replace axis names by process group names in every node of every graph under `module`, in place."""
+def bind(module: nn.Module, groups: Mapping[str, str], wide: Collection[str] = ()) -> None:
+    """Replace axis names by process group names in every node of every graph under `module`, in place.
+
+    Conversions over the axes in `wide` sum 16-bit tensors in fp32.
+    """
     for inner in module.modules():
-        if isinstance(inner, fx.GraphModule) and _bind_graph(inner.graph, groups):
+        if isinstance(inner, fx.GraphModule) and _bind_graph(inner.graph, groups, wide):
             inner.recompile()
 
 
-def _bind_graph(graph: fx.Graph, groups: Mapping[str, str]) -> bool:
+def _bind_graph(graph: fx.Graph, groups: Mapping[str, str], wide: Collection[str]) -> bool:
     changed = False
     for node in graph.nodes:
         named = {k: v for k, v in node.kwargs.items() if k in ("group", "cuts")} if node.op == "call_function" else {}
         bound = fx.node.map_aggregate(named, lambda a: groups.get(a, a) if isinstance(a, str) else a)
         if bound != named:
+            if node.target is convert and named.get("group") in wide:
+                bound = {**bound, "wide": True}
             node.kwargs = {**node.kwargs, **bound}
             changed = True
     return changed

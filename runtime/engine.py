@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,7 +20,8 @@ from autopar.ir import StageGraph, TracedModel
 from autopar.plan import Plan
 from autopar.runtime.batches import BatchIntake
 from autopar.runtime.grad_norm import GradientNorm
-from autopar.runtime.limits import refuse_unbuilt
+from autopar.runtime.judge import StepJudge
+from autopar.runtime.limits import check_axes, refuse_unbuilt
 from autopar.runtime.outputs import WholeForward
 from autopar.runtime.pipeline import LocalStage, PipelineRunner
 from autopar.runtime.reductions import gradient_reducer
@@ -29,12 +30,9 @@ from autopar.runtime.stage import localize, set_training
 from autopar.runtime.state import LocalState
 from autopar.runtime.tokens import TokenCounter
 from autopar.runtime.world import World
-from autopar.runtime.zero import ShardedStage, no_casts, shard_stage
+from autopar.runtime.zero import ShardedStage, shard_stage
 
 __all__ = ["ParallelModule"]
-
-
-"""Input that passes add where dropout has to know which rows it sees."""
 
 
 class ParallelModule(nn.Module):
@@ -44,6 +42,11 @@ class ParallelModule(nn.Module):
     token_count  graph from model inputs to the number of tokens the loss averages over
     whole        builds the graph with all the user's outputs, for `pm(**batch)`; None under pipeline parallelism
     report       renders what was planned and why
+    bucket_bytes, overlap    how data-parallel gradients are reduced: together in buckets, under backward or after it
+    fp32_reduce  mesh axes over which 16-bit sums are taken in fp32; the default is the tensors' own dtype (gradients of
+                 fp32 masters are fp32 anyway). "dp" stands for all sums of parameter gradients
+    non_finite   what a step does about gradients that are not finite: "keep" does not look; "skip" drops them, so that
+                 the optimizer does nothing; "stop" raises AutoparError naming parameters, ranks and step. fp16 skips
     """
 
     def __init__(
@@ -59,12 +62,15 @@ class ParallelModule(nn.Module):
         report: Callable[[], str] | None = None,
         bucket_bytes: int = 25 * 2**20,
         overlap: bool = True,
+        fp32_reduce: Collection[str] = (),
+        non_finite: str = "keep",
     ) -> None:
         super().__init__()
         refuse_unbuilt(plan, traced)
         self.plan, self.traced = plan, traced
         self.world = World(plan, device)
-        self._state = LocalState(model, stages, self.world)
+        self._state = LocalState(model, stages, self.world, plan)
+        self._wide = check_axes(fp32_reduce)
         self.notices = [*traced.notices, *self._state.notices]
         self._report = report
         # Kept in tuples: nn.Module would list the parameters of a child module under paths of its graph.
@@ -74,8 +80,11 @@ class ParallelModule(nn.Module):
         self._counter = TokenCounter(None if token_count is None else localize(token_count, {}, {}, device), self.world)
         self._tokens = torch.ones((), device=device)
         self._intake = BatchIntake(traced, plan, self.world, self._counter)
-        self._reducer = gradient_reducer(self._state, self.world, bucket_bytes=bucket_bytes, overlap=overlap)
+        self._reducer = gradient_reducer(
+            self._state, self.world, bucket_bytes=bucket_bytes, overlap=overlap, wide="dp" in self._wide
+        )
         self._norm = GradientNorm(self._state, self.world)
+        self._judge = StepJudge(plan, non_finite, self._norm, self._state, device)
         self._pipeline = self._new_pipeline()
 
     def step(self, batch: Any, *, local: bool = False) -> Tensor:
@@ -93,6 +102,7 @@ class ParallelModule(nn.Module):
             )
         inputs, micro_batches = self._intake.step_rows(batch, local)
         self._tokens = self._counter.total(inputs)
+        self._state.copies.follow()
         self._reducer.begin(micro_batches)
         for stage in self._graphs:
             if isinstance(stage, ShardedStage):
@@ -101,14 +111,18 @@ class ParallelModule(nn.Module):
             losses = self._pipeline.run(inputs, micro_batches)
         else:
             losses = self._accumulate(inputs, micro_batches)
-        self._reducer.finish()
-        return self._agreed_loss(losses)
+        scale = self._judge.scale
+        self._reducer.finish(self._judge if self._judge.looks else None)
+        self.notices += self._judge.new_notices()
+        loss = self._agreed_loss(losses)
+        return loss if scale is None else loss / scale
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The user's outputs for the global batch, in the user's type, whole on every rank; see runtime/outputs.py.
 
         `step` moves less. Raises AutoparError under pipeline parallelism.
         """
+        self._state.copies.follow()
         inputs = self._intake.own_rows(self._intake.numbered(self.traced.signature.bind(args, kwargs)))
         return self._whole_forward()(inputs)
 
@@ -193,16 +207,17 @@ class ParallelModule(nn.Module):
 
     def _localize(self, stage: StageGraph) -> fx.GraphModule:
         tensors = self._state.tensors_of(stage)
-        return localize(stage.graph_module, tensors, self.world.group_names(), self.world.device)
+        return localize(stage.graph_module, tensors, self.world.group_names(), self.world.device, self._wide)
 
     def _local_stage(self, stage: StageGraph) -> nn.Module:
         graph = self._localize(stage)
         if not self.plan.zero or self.world.data_mesh is None:
             return graph
-        return shard_stage(graph, stage, self._state, self.world, self.plan.zero, no_casts())
+        return shard_stage(graph, stage, self._state, self.world, self.plan, "dp" in self._wide)
 
     def _scaled_loss(self, loss_sum: Tensor) -> Tensor:
-        return loss_sum.sum() / self._tokens
+        loss = loss_sum.sum() / self._tokens
+        return loss if self._judge.scale is None else loss * self._judge.scale
 
     def _accumulate(self, inputs: Mapping[str, Tensor], micro_batches: int) -> list[Tensor]:
         losses = []

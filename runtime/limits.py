@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection, Iterable
 
 import torch
+from torch import nn
 
 from autopar.errors import PlanMismatchError, SpecError
 from autopar.ir import TracedModel
+from autopar.mesh import AXES
 from autopar.plan import Plan
 from autopar.runtime.pipeline import check_micro_batches
+from autopar.runtime.precision import compute_dtype
 
-__all__ = ["model_precision", "refuse_unbuilt"]
+__all__ = ["check_axes", "model_precision", "refuse_unbuilt"]
 
+_MIXED = {"fp32": ("bf16-mixed", "fp16")}  # what fp32 parameters may be masters of
 _PRECISIONS = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -26,12 +31,38 @@ def refuse_unbuilt(plan: Plan, traced: TracedModel) -> None:
         )
     _check_schedule(plan)
     own = model_precision(traced)
-    if plan.precision != own:
+    if plan.precision not in (own, *_MIXED.get(own, ())):
         raise PlanMismatchError(
             f"the plan trains in {plan.precision}, the model's parameters are {own}",
             where="precision",
-            try_=f"cast the model before parallelize, or plan with precision {own}"
-            + ("; bf16-mixed is not built yet" if plan.precision == "bf16-mixed" else ""),
+            try_=f"cast the model before parallelize, or plan with precision {own}",
+        )
+    _check_mixed(plan, traced)
+
+
+def check_axes(axes: Collection[str]) -> tuple[str, ...]:
+    """The axes, if they are mesh axes. Raises SpecError for another name."""
+    for axis in axes:
+        if axis not in AXES:
+            raise SpecError(f"{axis!r} is no mesh axis", where="fp32_reduce", try_=f"some of {', '.join(AXES)}")
+    return tuple(axes)
+
+
+def _check_mixed(plan: Plan, traced: TracedModel) -> None:
+    nodes = {str(n.target): n for n in traced.graph_module.graph.nodes if n.op == "get_attr"}
+    for name, spec in traced.parameters.items():
+        wanted = compute_dtype(plan, spec.dtype)
+        if name in nodes and nodes[name].meta.get("dtype", wanted) != wanted:
+            raise PlanMismatchError(
+                f"the plan computes in {wanted}, the model was captured in {nodes[name].meta['dtype']}",
+                where=name,
+                try_="trace(..., parameter_dtype=...), as parallelize does",
+            )
+    if plan.precision != model_precision(traced) and plan.schedule == "zero-bubble" and plan.degrees.pp > 1:
+        raise SpecError(
+            f"{plan.precision} with schedule zero-bubble: the split backward would add up gradients in 16 bits",
+            where="precision",
+            try_="schedule 1f1b or interleaved",
         )
 
 
@@ -53,12 +84,20 @@ def _check_schedule(plan: Plan) -> None:
         check_micro_batches(plan.schedule, pp, plan.micro_batches)
 
 
-def model_precision(traced: TracedModel) -> str:
+def model_precision(model: TracedModel | nn.Module) -> str:
     """The dtype most parameters have, by the plan's name for it ("fp64", "fp32", "bf16", "fp16")."""
-    numel: Counter[torch.dtype] = Counter()
-    for p in traced.parameters.values():
-        if p.dtype in _PRECISIONS:
-            numel[p.dtype] += p.numel
+    if isinstance(model, TracedModel):
+        numel = _by_dtype((p.dtype, p.numel) for p in model.parameters.values())
+    else:
+        numel = _by_dtype((p.dtype, p.numel()) for p in model.parameters())
     if not numel:
         raise SpecError("the model has no floating-point parameters", where="model")
     return _PRECISIONS[numel.most_common(1)[0][0]]
+
+
+def _by_dtype(sizes: Iterable[tuple[torch.dtype, int]]) -> Counter[torch.dtype]:
+    numel: Counter[torch.dtype] = Counter()
+    for dtype, size in sizes:
+        if dtype in _PRECISIONS:
+            numel[dtype] += size
+    return numel

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from autopar.runtime.collectives import widened
 from autopar.runtime.sharding import local_part
 
 __all__ = ["GradientReducer", "GroupSum", "mark_backward", "sum_gradients"]
@@ -47,6 +48,7 @@ class GradientReducer:
     `parameters` in execution order, each with its group or None; those that need no gradient are skipped. Between
     `begin` and `finish` exactly `micro_batches` backward passes run. Gradients that were there before `begin` are kept
     and added at the end, so that calling step twice accumulates instead of reducing the first gradient again.
+    `wide`: 16-bit gradients are summed in fp32.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class GradientReducer:
         *,
         bucket_bytes: int = 25 * 2**20,
         overlap: bool = True,
+        wide: bool = False,
     ) -> None:
         self._parameters = [p for p in parameters if p.requires_grad]
         self._sums = tuple(sums)
@@ -70,8 +73,9 @@ class GradientReducer:
         self._next_bucket = 0
         self._earlier: dict[nn.Parameter, Tensor] = {}
         self._active = False
+        self._wide = wide
         for p in self._bucket_of:
-            p.register_post_accumulate_grad_hook(self._on_gradient)
+            p.register_post_accumulate_grad_hook(self.arrived)
 
     @property
     def idle(self) -> bool:
@@ -88,7 +92,8 @@ class GradientReducer:
         self._unready = [sum(p in self._missing for p in bucket) for bucket in self._buckets]
         self._sent, self._next_bucket, self._active = [], 0, True
 
-    def _on_gradient(self, parameter: nn.Parameter) -> None:
+    def arrived(self, parameter: nn.Parameter) -> None:
+        """A backward pass has added to the gradient of `parameter`; autograd says so itself for what it computes."""
         if not self._active or parameter not in self._missing:
             return
         self._missing[parameter] -= 1
@@ -107,12 +112,17 @@ class GradientReducer:
         if not members:
             return
         flat = torch.cat([p.grad.flatten() for p in members if p.grad is not None])
+        if self._wide:
+            flat = widened(flat)
         work = dist.all_reduce(flat, group=self._group_of[members[0]], async_op=True)
         assert work is not None
         self._sent.append(_InFlight(members, flat, work))
 
-    def finish(self) -> None:
-        """Send what is left, wait for all of it, and leave the complete gradients in `.grad`."""
+    def finish(self, judge: Callable[[], None] | None = None) -> None:
+        """Send what is left, wait for all of it, and leave the complete gradients in `.grad`.
+
+        `judge` is called when this step's gradients are complete, before earlier ones are added, and may change them.
+        """
         self._active = False
         for bucket in self._buckets[self._next_bucket :]:
             self._send(bucket)
@@ -128,7 +138,9 @@ class GradientReducer:
         self._sent = []
         self._silent = {p for p in self._bucket_of if p.grad is None}
         for group_sum in self._sums:
-            sum_gradients(group_sum)
+            sum_gradients(group_sum, self._wide)
+        if judge is not None:
+            judge()
         for p, earlier in self._earlier.items():
             p.grad = earlier if p.grad is None else earlier.add_(p.grad)
         self._earlier = {}
@@ -168,14 +180,19 @@ class _BackwardMarker(torch.autograd.Function):
         return grad, None
 
 
-def sum_gradients(group_sum: GroupSum) -> None:
-    """Replace each gradient by its sum over the ranks, once per dtype; every rank ends with the same bits."""
+def sum_gradients(group_sum: GroupSum, wide: bool = False) -> None:
+    """Replace each gradient by its sum over the ranks, once per dtype; every rank ends with the same bits.
+
+    `wide`: 16-bit gradients are summed in fp32.
+    """
     members = [p for p in group_sum.parameters if p.requires_grad]
     for p in members:
         if p.grad is None:
             p.grad = torch.zeros_like(p)
     for bucket in _buckets(members, 2**62):
         flat = torch.cat([local_part(p.grad).flatten() for p in bucket if p.grad is not None])
+        if wide:
+            flat = widened(flat)
         if len(group_sum.ranks) == group_sum.group.size():
             dist.all_reduce(flat, group=group_sum.group)
         else:

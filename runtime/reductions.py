@@ -13,7 +13,9 @@ from autopar.runtime.world import World
 __all__ = ["gradient_reducer"]
 
 
-def gradient_reducer(state: LocalState, world: World, *, bucket_bytes: int, overlap: bool) -> GradientReducer:
+def gradient_reducer(
+    state: LocalState, world: World, *, bucket_bytes: int, overlap: bool, wide: bool
+) -> GradientReducer:
     """Sums over data-parallel ranks in buckets, then over tp what is partial there, then over the stages of a tie."""
     groups: dict[nn.Parameter, dist.ProcessGroup | None] = {}
     for name, parameter in state.parameters.items():
@@ -22,7 +24,9 @@ def gradient_reducer(state: LocalState, world: World, *, bucket_bytes: int, over
             continue
         groups[parameter] = world.data_group(over_cp="cp" in state.shards[name].grad_partial)
     sums = [*_partial_sums(state, world), *_tied_sums(state, world)]
-    return GradientReducer(groups, sums, bucket_bytes=bucket_bytes, overlap=overlap)
+    reducer = GradientReducer(groups, sums, bucket_bytes=bucket_bytes, overlap=overlap, wide=wide)
+    state.copies.on_gradient = reducer.arrived
+    return reducer
 
 
 def _partial_sums(state: LocalState, world: World) -> list[GroupSum]:

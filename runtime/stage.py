@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -34,16 +34,23 @@ class CheckpointedBlock(nn.Module):
 
 
 def localize(
-    graph_module: fx.GraphModule, tensors: Mapping[str, Tensor], groups: Mapping[str, str], device: torch.device
+    graph_module: fx.GraphModule,
+    tensors: Mapping[str, Tensor],
+    groups: Mapping[str, str],
+    device: torch.device,
+    wide: Collection[str] = (),
 ) -> fx.GraphModule:
-    """A copy of a stage's graph that runs here: `tensors` (attribute path -> this rank's parameter or buffer) put in,
-    axis names bound to process groups, other constants and `device=` arguments moved to `device`."""
+    """A copy of a stage's graph that runs here, on `device`.
+
+    `tensors` (attribute path -> this rank's parameter or buffer) are put in, axis names bound to process groups (`wide`
+    ones sum in fp32), other constants and `device=` arguments moved.
+    """
     shared = [*graph_module.parameters(), *graph_module.buffers()]
     memo: dict[int, Any] = {id(t): t for t in shared}  # the weights are replaced below, not copied
     local = copy.deepcopy(graph_module, memo)
     for path, tensor in tensors.items():
         _set_attribute(local, path, tensor)
-    collectives.bind(local, groups)
+    collectives.bind(local, groups, wide)
     kept = {id(t) for t in tensors.values()}
     for module in local.modules():
         for name, constant in module.named_buffers(recurse=False):

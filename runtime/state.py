@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError
 from autopar.ir import ParameterShard, StageGraph
+from autopar.plan import Plan
+from autopar.runtime.precision import ComputeCopies
 from autopar.runtime.sharding import copy_whole, join_shards, local_part, local_slice
 from autopar.runtime.world import World
 
@@ -24,11 +26,12 @@ __all__ = ["LocalState"]
 class LocalState:
     """This rank's parameters (`parameters`, in execution order) and buffers, by original name.
 
+    `copies` are what computes where the plan's precision is mixed; `parameters` then are the masters.
     Alone, the parameters are the user's own objects; otherwise copies, so that the user's model stays whole. Ranks that
     built their models from different seeds take rank 0's tensors and say so in `notices`. Collective.
     """
 
-    def __init__(self, model: nn.Module, stages: Sequence[StageGraph], world: World) -> None:
+    def __init__(self, model: nn.Module, stages: Sequence[StageGraph], world: World, plan: Plan) -> None:
         self.notices: list[str] = []
         self._stages, self._world = stages, world
         self._keys = list(model.state_dict())
@@ -45,6 +48,9 @@ class LocalState:
         self.own_stages = tuple(stages[world.position["pp"] :: ranks])
         self.shards: dict[str, ParameterShard] = _shards(self.own_stages)
         self.parameters = {name: self._place(whole[name], shard) for name, shard in self.shards.items()}
+        self._level = plan.zero if world.data_mesh is not None else 0
+        # What FSDP shards it casts itself.
+        self.copies = ComputeCopies({n: p for n, p in self.parameters.items() if not self.divides(n)}, plan)
         used = {s.name for any_stage in stages for s in any_stage.parameters.values()}
         # Buffers are small and may be needed by any stage; parameters outside the graph never get a gradient.
         self.buffers = {n: t if world.alone else t.detach().to(world.device) for n, t in whole.items() if n not in used}
@@ -55,8 +61,11 @@ class LocalState:
         return [(name, self.parameters[name]) for name in self._order]
 
     def tensors_of(self, stage: StageGraph) -> dict[str, Tensor]:
-        """Attribute path in the stage's graph -> this rank's tensor."""
-        tensors: dict[str, Tensor] = {path: self.parameters[shard.name] for path, shard in stage.parameters.items()}
+        """Attribute path in the stage's graph -> this rank's tensor, in the dtype it computes in."""
+        used = self.copies.of
+        tensors: dict[str, Tensor] = {
+            path: used.get(shard.name, self.parameters[shard.name]) for path, shard in stage.parameters.items()
+        }
         return tensors | {path: self.buffers[self._canonical[name]] for path, name in stage.buffers.items()}
 
     def holders(self, name: str) -> list[int]:
@@ -64,6 +73,16 @@ class LocalState:
         ranks = self._world.size("pp")
         held = (s.index % ranks for s in self._stages if any(p.name == name for p in s.parameters.values()))
         return sorted(set(held))
+
+    def divides(self, name: str) -> bool:
+        """Whether the plan's ZeRO level shards a parameter over the data ranks.
+
+        Not one whose gradient is no summand on each of them, nor a frozen one below level 3: it has nothing to save.
+        """
+        shard, world = self.shards[name], self._world
+        if not shard.requires_grad:
+            return self._level == 3
+        return self._level > 0 and (world.size("cp") == 1 or "cp" in shard.grad_partial)
 
     def counts_here(self, name: str) -> bool:
         """Whether this rank's part of a parameter is the one of its equal copies that global sums count."""

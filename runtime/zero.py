@@ -14,21 +14,24 @@ Reductions are sums: the loss is already divided by the tokens of the whole batc
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import SpecError
-from autopar.ir import ParameterShard, StageGraph
+from autopar.ir import StageGraph
+from autopar.plan import Plan
+from autopar.runtime.precision import compute_dtype
 from autopar.runtime.reducer import mark_backward
 from autopar.runtime.stage import CheckpointedBlock
 from autopar.runtime.state import LocalState
 from autopar.runtime.world import World
 
-__all__ = ["ShardedStage", "no_casts", "shard_stage"]
+__all__ = ["ShardedStage", "shard_stage"]
 
 
 class _Unit(nn.Module):
@@ -87,19 +90,22 @@ class _Once:
 
 
 def shard_stage(
-    graph: fx.GraphModule, stage: StageGraph, state: LocalState, world: World, level: int, policy: MixedPrecisionPolicy
+    graph: fx.GraphModule, stage: StageGraph, state: LocalState, world: World, plan: Plan, wide: bool
 ) -> ShardedStage:
     """Shard a localized stage in place; `state.parameters` then holds the shards (DTensors over the data mesh).
 
-    Left whole are frozen parameters (below level 3), and those whose gradient is not a summand on every data rank.
+    `wide`: 16-bit gradients are reduced in fp32, as those of fp32 masters always are.
     """
+    level = plan.zero
     mesh = world.data_mesh
     assert mesh is not None
-    kept = {state.parameters[name] for name, shard in state.shards.items() if not _divides(shard, world, level)}
     _check_readers(stage, state)
-    _check_dtypes([p for p in state.parameters.values() if p not in kept])
-    places = [_place(graph, path, shard.name) for path, shard in stage.parameters.items()]
-    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "ignored_params": kept}
+    divided = {path: shard.name for path, shard in stage.parameters.items() if state.divides(shard.name)}
+    sharded = {state.parameters[name] for name in divided.values()}
+    _check_dtypes(sharded)
+    kept = {p for p in graph.parameters() if p not in sharded}
+    places = [_place(graph, path, name) for path, name in divided.items()]
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": _policy(sharded, plan, wide), "ignored_params": kept}
     for name in _unit_names(graph):
         block = getattr(graph, name)
         unit = block if isinstance(block, CheckpointedBlock) else _Unit(block)
@@ -116,11 +122,6 @@ def shard_stage(
     return ShardedStage(root, level)
 
 
-def _divides(shard: ParameterShard, world: World, level: int) -> bool:
-    summand = world.size("cp") == 1 or "cp" in shard.grad_partial
-    return (shard.requires_grad and summand) or (not shard.requires_grad and level == 3)
-
-
 def _check_readers(stage: StageGraph, state: LocalState) -> None:
     for shard in stage.parameters.values():
         if isinstance(state.parameters[shard.name], DTensor):
@@ -131,7 +132,7 @@ def _check_readers(stage: StageGraph, state: LocalState) -> None:
             )
 
 
-def _check_dtypes(parameters: Sequence[nn.Parameter]) -> None:
+def _check_dtypes(parameters: Iterable[nn.Parameter]) -> None:
     dtypes = {p.dtype for p in parameters}
     if len(dtypes) > 1:
         raise SpecError(
@@ -157,6 +158,12 @@ def _place(graph: fx.GraphModule, path: str, name: str) -> tuple[nn.Module, str,
     return graph.get_submodule(owner), attribute, name
 
 
-def no_casts() -> MixedPrecisionPolicy:
-    """Parameters are used and reduced in their own dtype."""
-    return MixedPrecisionPolicy(cast_forward_inputs=False)
+def _policy(parameters: Iterable[nn.Parameter], plan: Plan, wide: bool) -> MixedPrecisionPolicy:
+    own = next((p.dtype for p in parameters), torch.float32)
+    used = compute_dtype(plan, own)
+    narrow = used in (torch.bfloat16, torch.float16)
+    return MixedPrecisionPolicy(
+        param_dtype=used if used != own else None,
+        reduce_dtype=torch.float32 if narrow and (wide or used != own) else None,
+        cast_forward_inputs=False,
+    )

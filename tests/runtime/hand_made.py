@@ -226,15 +226,17 @@ def parallel(
     checkpoint: bool = False,
     **options: object,
 ) -> ParallelModule:
-    """The hand-made stages run by the engine. `options`: schedule, overlap, bucket_bytes."""
-    schedule = str(options.pop("schedule", "1f1b"))
+    """The hand-made stages run by the engine. `options`: schedule, virtual_stages, and those of ParallelModule."""
+    schedule, virtual_stages = str(options.pop("schedule", "1f1b")), options.pop("virtual_stages", 1)
+    assert isinstance(virtual_stages, int)
     plan = Plan(
         degrees=degrees,
         global_batch=8,
         seq_len=6,
         micro_batch=micro_batch,
-        stages=tuple((f"stage{i}",) for i in range(degrees.pp)),
+        stages=tuple((f"stage{i}",) for i in range(degrees.pp * virtual_stages)),
         schedule=schedule,
+        virtual_stages=virtual_stages,
         precision="fp64",
     )
     whole = None

@@ -91,10 +91,14 @@ def test_rows_that_do_not_divide_are_refused_with_legal_ones(rows: int, legal: s
 def test_a_plan_that_cannot_be_executed_is_refused_by_name() -> None:
     model = hand_made.build()
     traced = hand_made.capture(model)
-    with pytest.raises(SpecError, match="degrees.cp 2 can be planned but not run yet"):
-        hand_made.parallel(model, traced, Degrees(cp=2))
-    with pytest.raises(SpecError, match="zero-bubble"):
-        hand_made.parallel(model, traced, Degrees(), schedule="zero-bubble")
+    with pytest.raises(SpecError, match="schedule gpipe runs one stage a rank"):
+        hand_made.parallel(model, traced, Degrees(), schedule="gpipe", virtual_stages=2)
+    with pytest.raises(SpecError, match="2 virtual stages without a pipeline"):
+        hand_made.parallel(model, traced, Degrees(), schedule="interleaved", virtual_stages=2)
+    with pytest.raises(SpecError, match="'ep' is no mesh axis"):
+        hand_made.parallel(model, traced, Degrees(), fp32_reduce=("ep",))
+    with pytest.raises(SpecError, match="'ignore' is not one of keep, skip, stop"):
+        hand_made.parallel(model, traced, Degrees(), non_finite="ignore")
     single = hand_made.build().float()
     with pytest.raises(PlanMismatchError, match="trains in fp64, the model's parameters are fp32"):
         hand_made.parallel(single, hand_made.capture(single), Degrees())
