@@ -197,11 +197,15 @@ class _Record:
         def gradients() -> dict[str, Tensor | None]:
             return {n: None if p.grad is None else p.grad.clone() for n, p in trained.named_parameters()}
 
-        return _record(trained, step, gradients, steps, module.state_dict())
+        def new(cls: type[torch.optim.Optimizer], options: dict[str, Any]) -> torch.optim.Optimizer:
+            return cls([p for p in trained.parameters() if p.requires_grad], **options)
+
+        return _record(trained, step, gradients, steps, module.state_dict(), new)
 
     @staticmethod
     def of_parallel(pm: ParallelModule, batch: Mapping[str, Any], steps: int, initial: Mapping[str, Tensor]) -> _Record:
-        return _record(pm, lambda: pm.step(batch).item(), pm.full_gradients, steps, initial)
+        new = lambda cls, options: pm.optimizer(cls, **options)  # noqa: E731
+        return _record(pm, lambda: pm.step(batch).item(), pm.full_gradients, steps, initial, new)
 
 
 def _record(
@@ -210,6 +214,7 @@ def _record(
     gradients: Callable[[], Mapping[str, Tensor | None]],
     steps: int,
     initial: Mapping[str, Tensor],
+    new: Callable[[type[torch.optim.Optimizer], dict[str, Any]], torch.optim.Optimizer],
 ) -> _Record:
     losses: list[float] = []
     first: dict[str, Tensor | None] = {}
@@ -217,7 +222,7 @@ def _record(
     initial = {name: t.clone() for name, t in initial.items()}
     for name, (cls, options) in _OPTIMIZERS.items():
         trained.load_state_dict(initial)
-        optimizer = cls([p for p in trained.parameters() if p.requires_grad], **options)
+        optimizer = new(cls, options)
         for _ in range(steps):
             optimizer.zero_grad()
             losses.append(step())

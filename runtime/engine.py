@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError
 from autopar.ir import StageGraph, TracedModel
@@ -22,6 +21,7 @@ from autopar.runtime.batches import BatchIntake
 from autopar.runtime.grad_norm import GradientNorm
 from autopar.runtime.judge import StepJudge
 from autopar.runtime.limits import check_axes, refuse_unbuilt
+from autopar.runtime.optimizer import check_patterns, new_optimizer, refuse_stale_optimizers
 from autopar.runtime.outputs import WholeForward
 from autopar.runtime.pipeline import LocalStage, PipelineRunner
 from autopar.runtime.reductions import gradient_reducer
@@ -66,9 +66,11 @@ class ParallelModule(nn.Module):
         non_finite: str = "keep",
     ) -> None:
         super().__init__()
-        refuse_unbuilt(plan, traced)
+        refuse_unbuilt(plan, traced, stages)
         self.plan, self.traced = plan, traced
         self.world = World(plan, device)
+        if not self.world.alone:
+            refuse_stale_optimizers(model)
         self._state = LocalState(model, stages, self.world, plan)
         self._wide = check_axes(fp32_reduce)
         self.notices = [*traced.notices, *self._state.notices]
@@ -126,18 +128,22 @@ class ParallelModule(nn.Module):
         inputs = self._intake.own_rows(self._intake.numbered(self.traced.signature.bind(args, kwargs)))
         return self._whole_forward()(inputs)
 
-    def optimizer(self, cls: Callable[..., torch.optim.Optimizer], **options: Any) -> torch.optim.Optimizer:
-        """`cls(parameters, **options)` over this rank's trainable parameters.
+    def optimizer(
+        self,
+        cls: Callable[..., torch.optim.Optimizer],
+        *,
+        groups: Mapping[str, Mapping[str, Any]] | None = None,
+        **options: Any,
+    ) -> torch.optim.Optimizer:
+        """`cls` over this rank's trainable parameters; a torch optimizer, which learning-rate schedulers take.
 
-        They are slices: exact for any optimizer that works element by element (SGD, Adam, AdamW, ...).
+        groups: options of their own by pattern of the original name, `{"*.bias": {"weight_decay": 0.0}}`.
+        The parameters are slices: exact for optimizers that work element by element (SGD, Adam, AdamW); those known to
+        need whole tensors are refused with SpecError where the plan cuts them.
         """
-        trained = [p for p in self.parameters() if p.requires_grad]
-        sharded = [p for p in trained if isinstance(p, DTensor)]
-        if not sharded or len(sharded) == len(trained):
-            return cls(trained, **options)
-        # torch's fused and foreach steps take one kind of tensor at a time
-        whole = [p for p in trained if not isinstance(p, DTensor)]
-        return cls([{"params": sharded}, {"params": whole}], **options)
+        check_patterns(groups or {}, list(self.traced.parameters))
+        sliced = self.plan.degrees.tp > 1 or self.plan.zero > 0
+        return new_optimizer(cls, self._state.named_parameters(), groups or {}, options, sliced=sliced)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """What `torch.nn.utils.clip_grad_norm_` does to a plain model. Collective.

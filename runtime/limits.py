@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import nn
 
 from autopar.errors import PlanMismatchError, SpecError
-from autopar.ir import TracedModel
+from autopar.ir import StageGraph, TracedModel
 from autopar.mesh import AXES
 from autopar.plan import Plan
 from autopar.runtime.pipeline import check_micro_batches
@@ -21,7 +21,7 @@ _MIXED = {"fp32": ("bf16-mixed", "fp16")}  # what fp32 parameters may be masters
 _PRECISIONS = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
-def refuse_unbuilt(plan: Plan, traced: TracedModel) -> None:
+def refuse_unbuilt(plan: Plan, traced: TracedModel, stages: Sequence[StageGraph]) -> None:
     """Raise SpecError or PlanMismatchError for the first thing in the plan that cannot be run."""
     if plan.zero and plan.schedule == "zero-bubble" and plan.degrees.pp > 1:
         raise SpecError(
@@ -30,6 +30,8 @@ def refuse_unbuilt(plan: Plan, traced: TracedModel) -> None:
             try_="zero 0, or schedule 1f1b or interleaved",
         )
     _check_schedule(plan)
+    if plan.schedule == "zero-bubble" and plan.degrees.pp > 1:
+        _check_split_backward(stages)
     own = model_precision(traced)
     if plan.precision not in (own, *_MIXED.get(own, ())):
         raise PlanMismatchError(
@@ -64,6 +66,19 @@ def _check_mixed(plan: Plan, traced: TracedModel) -> None:
             where="precision",
             try_="schedule 1f1b or interleaved",
         )
+
+
+def _check_split_backward(stages: Sequence[StageGraph]) -> None:
+    """Torch finds a stage's weight gradients from where they meet the path of its input: there must be such a path."""
+    for stage in stages[1:]:
+        placeholders = {n.name: n for n in stage.graph_module.graph.nodes if n.op == "placeholder"}
+        if not any(placeholders[name].meta.get("grad", True) for name in stage.receives):
+            raise SpecError(
+                f"schedule zero-bubble: everything before stage {stage.index} is frozen, and the split backward would "
+                "lose that stage's weight gradients",
+                where="schedule",
+                try_="schedule 1f1b or interleaved",
+            )
 
 
 def _check_schedule(plan: Plan) -> None:

@@ -47,6 +47,25 @@ def check_micro_batches(schedule: str, ranks: int, micro_batches: int) -> None:
         )
 
 
+class _ContiguousGradient(torch.autograd.Function):
+    """Identity whose gradient is contiguous: it is sent point to point."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.contiguous()
+
+
+def _with_contiguous_gradient(x: Tensor) -> Tensor:
+    if not x.requires_grad:
+        return x
+    result: Tensor = _ContiguousGradient.apply(x)
+    return result
+
+
 class _Body(nn.Module):
     """A stage's graph as torch's PipelineStage wants it: boundary tensors by position, inputs by keyword.
 
@@ -63,7 +82,7 @@ class _Body(nn.Module):
     def forward(self, *received: Tensor, **given: Tensor) -> Any:
         inputs = {name: given[key] for key, name in self._inputs.items() if key in given}
         uncut = {name: self.uncut[name] for name in self._inputs.values() if name in self.uncut}
-        outputs = self.module(*received, **inputs, **uncut)
+        outputs = self.module(*map(_with_contiguous_gradient, received), **inputs, **uncut)
         sent = tuple(t.contiguous() for t in outputs)  # point-to-point sends take contiguous tensors only
         return sent[0] if len(sent) == 1 else sent
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
 
 from autopar.errors import SpecError
 from autopar.ir import StageGraph
@@ -35,14 +36,19 @@ __all__ = ["ShardedStage", "shard_stage"]
 
 
 class _Unit(nn.Module):
-    """A plain module around a graph: FSDP changes the class of what it wraps, which a GraphModule does not survive."""
+    """A plain module around a graph: FSDP changes the class of what it wraps, which a GraphModule does not survive.
+
+    Its outputs are no views, since FSDP hangs hooks on them that a view may lose.
+    """
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
         self.block = block
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.block(*args, **kwargs)
+        return tree_map(
+            lambda t: t.clone() if isinstance(t, Tensor) and t._is_view() else t, self.block(*args, **kwargs)
+        )
 
 
 class ShardedStage(nn.Module):
