@@ -192,16 +192,19 @@ class _Stage:
     # --- once a step --------------------------------------------------------------------------------------------------
 
     def _count_gradients(self) -> None:
-        d, over = self.plan.degrees, dict.fromkeys(("dp", "cp", "tp"), 0)
+        d, over = self.plan.degrees, dict.fromkeys(("dp and cp", "dp", "cp", "tp"), 0)
         for node in self._parameters(self.stage):
             spec = self.traced.parameters[str(node.target)]
             if not spec.requires_grad:
                 continue
             nbytes = self._stored_elements(node) * spec.dtype.itemsize
-            over["dp"] += nbytes if d.dp > 1 else 0
-            for axis, layout in self.layouts.items():
-                if axis in self._partial_axes(node, layout, axis):
-                    over[axis] += nbytes
+            partial = [axis for axis, layout in self.layouts.items() if axis in self._partial_axes(node, layout, axis)]
+            if d.dp > 1 and "cp" in partial:
+                over["dp and cp"] += nbytes  # one sum over both: all of them see different tokens
+            else:
+                over["dp"] += nbytes if d.dp > 1 else 0
+                over["cp"] += nbytes if "cp" in partial else 0
+            over["tp"] += nbytes if "tp" in partial else 0
             self._count_tied(node, nbytes)
         for axis, nbytes in over.items():
             self._add("gradients", "all_reduce", axis, nbytes, 1)
@@ -227,7 +230,8 @@ class _Stage:
     # --- sizes and places ---------------------------------------------------------------------------------------------
 
     def _add(self, purpose: str, kind: str, axis: str, nbytes: int, times: int) -> None:
-        if kind not in _LOCAL and nbytes and times and getattr(self.plan.degrees, axis) > 1:
+        sizes = [getattr(self.plan.degrees, part) for part in axis.split(" and ")]
+        if kind not in _LOCAL and nbytes and times and max(sizes) > 1:
             self.tally[purpose, kind, axis, nbytes] += times
 
     def _here(self, node: fx.Node) -> bool:

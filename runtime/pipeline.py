@@ -47,23 +47,17 @@ def check_micro_batches(schedule: str, ranks: int, micro_batches: int) -> None:
         )
 
 
-class _ContiguousGradient(torch.autograd.Function):
-    """Identity whose gradient is contiguous: it is sent point to point."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad.contiguous()
-
-
 def _with_contiguous_gradient(x: Tensor) -> Tensor:
+    """`x`, whose next gradient will be contiguous: it is sent point to point. Receive buffers live on, hooks do not."""
     if not x.requires_grad:
         return x
-    result: Tensor = _ContiguousGradient.apply(x)
-    return result
+
+    def hook(gradient: Tensor) -> Tensor:
+        handle.remove()
+        return gradient.contiguous()
+
+    handle = x.register_hook(hook)
+    return x
 
 
 class _Body(nn.Module):

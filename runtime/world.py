@@ -21,6 +21,8 @@ class World:
     the plan is for another number of ranks.
     """
 
+    _data: DeviceMesh | None = None
+
     def __init__(self, plan: Plan, device: torch.device) -> None:
         self.degrees: Degrees = plan.degrees
         self.device = device
@@ -36,10 +38,9 @@ class World:
         self.rank = dist.get_rank() if size > 1 else 0
         self.position = plan.degrees.coordinates(self.rank)
         self.mesh: DeviceMesh | None = None
-        self._data: DeviceMesh | None = None
         if size > 1:
             self.mesh = init_device_mesh(device.type, plan.degrees.shape, mesh_dim_names=AXES)
-            self._data = self.mesh["dp", "cp"]._flatten("data")  # here, where every rank takes part
+        self.data_mesh  # noqa: B018 - its groups are made here, where every rank takes part
 
     @property
     def alone(self) -> bool:
@@ -58,12 +59,19 @@ class World:
     @property
     def data_mesh(self) -> DeviceMesh | None:
         """The ranks that train on different data (over dp and cp) with this rank's slice of the model, as one axis."""
-        return self._data if self.size("dp") * self.size("cp") > 1 else None
+        if self.mesh is None or self.size("dp") * self.size("cp") == 1:
+            return None
+        if self._data is None:
+            # Collective the first time: every rank builds a World and asks.
+            self._data = self.mesh["dp", "cp"]._flatten("data")
+        return self._data
 
     def data_group(self, over_cp: bool) -> dist.ProcessGroup | None:
         """This rank's peers over dp, and over cp too if asked for; None if there are none."""
         if not over_cp or self.size("cp") == 1:
             return self.group("dp")
+        if self.size("dp") == 1:
+            return self.group("cp")
         return None if self.data_mesh is None else self.data_mesh.get_group()
 
     def group_names(self) -> dict[str, str]:

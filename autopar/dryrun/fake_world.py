@@ -48,7 +48,11 @@ class FakeWorld(World):
         self.mesh = None
         if degrees.world_size > 1:
             self.mesh = init_device_mesh("cpu", degrees.shape, mesh_dim_names=AXES)
+        self.data_mesh  # noqa: B018 - made here, outside of the mode in which tensors hold nothing
 
     def axis_of(self, group_name: str) -> str:
         """The mesh axis whose process group has that name."""
-        return next((axis for axis, name in self.group_names().items() if name == group_name), "world")
+        names = self.group_names()
+        if self.size("dp") > 1 and self.size("cp") > 1 and self.data_mesh is not None:
+            names |= {"dp and cp": self.data_mesh.get_group().group_name}
+        return next((axis for axis, name in names.items() if name == group_name), "world")

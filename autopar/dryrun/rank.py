@@ -202,14 +202,13 @@ class _Rank:
         return tensors
 
     def _reducer(self) -> GradientReducer:
-        """As the engine builds it: over dp in buckets, then what is partial over cp and tp, then tied weights."""
+        """As the engine builds it: over dp and cp in buckets, then what is partial over tp, then tied weights."""
         shards = {s.name: s for s in self.stage.parameters.values()}
         sums = []
-        for axis in ("cp", "tp"):
-            group = self.world.group(axis)
-            partial = [self.parameters[name] for name, s in shards.items() if axis in s.grad_partial]
-            if group is not None and partial:
-                sums.append(GroupSum(tuple(partial), group, tuple(dist.get_process_group_ranks(group))))
+        group = self.world.group("tp")
+        partial = [self.parameters[name] for name, s in shards.items() if "tp" in s.grad_partial]
+        if group is not None and partial:
+            sums.append(GroupSum(tuple(partial), group, tuple(dist.get_process_group_ranks(group))))
         pipeline = self.world.group("pp")
         tied: dict[tuple[int, ...], list[nn.Parameter]] = {}
         for name, parameter in self.parameters.items():
@@ -220,7 +219,9 @@ class _Rank:
             assert pipeline is not None
             ranks = tuple(self.world.global_rank("pp", stage) for stage in stages)
             sums.append(GroupSum(tuple(parameters), pipeline, ranks))
-        return GradientReducer(list(self.parameters.values()), self.world.group("dp"), sums)
+        groups = {p: self.world.data_group("cp" in shards[name].grad_partial) for name, p in self.parameters.items()}
+        # Over cp all at the end: there they would be taken for the collectives of a micro-batch.
+        return GradientReducer(groups, sums, overlap=self.world.size("cp") == 1)
 
     # --- what it does -------------------------------------------------------------------------------------------------
 
