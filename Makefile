@@ -38,6 +38,7 @@ format: $(READY)
 bench: $(READY)
 	$(BIN)/python benchmarks/plan_speed.py
 	$(BIN)/python benchmarks/rewrite_overhead.py
+	$(BIN)/python benchmarks/calibrated_layouts.py
 
 setup: $(READY)
 

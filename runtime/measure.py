@@ -115,7 +115,7 @@ def _jobs(device: torch.device, group_sizes: Sequence[int]) -> Iterator[_Job]:
     yield _Job("attention", dtype, flops, shape, _attention(sizes.attention, _DTYPES[dtype], device))
     elements = sizes.stream_elements
     yield _Job("memory", "fp32", 12.0 * elements, f"{elements} elements added", _stream(elements, device))
-    yield _Job("launch", "fp32", float(_TINY_OPS), "8 elements added", _tiny_ops(device))
+    yield _Job("launch", "fp32", 2.0 * _TINY_OPS, "8 elements scaled, forward and backward", _tiny_ops(device))
     for size in group_sizes:
         if size > 1:
             group = _group_of(size)
@@ -154,7 +154,8 @@ def _tiny_ops(device: torch.device) -> Callable[[], Any]:
         def chain() -> None:
             y = x
             for _ in range(_TINY_OPS):
-                y = y + 1.0
+                y = y * 1.5
+            y.backward(x)
 
         return chain
 
