@@ -4,7 +4,7 @@
     python benchmarks/calibrated_layouts.py --json
 
 Every layout is planned by the search under pins, on a cluster file that `autopar calibrate` has just measured. The
-steps of all layouts of one number of processes are taken in turn, and medians are compared, so that a busy machine slows
+steps of all layouts of one number of processes are taken in turn and medians are compared, so that a busy machine slows
 all of them alike. Pairs whose measured times are more than 25 % apart have to be in the predicted order.
 """
 
