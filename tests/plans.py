@@ -11,11 +11,14 @@ _LLAMA = {
     "model.embed_tokens.weight": "S(0)",
     "lm_head.weight": "S(0)",
     **{f"model.layers.*.self_attn.{name}_proj.weight": "S(0)" for name in "qkv"},
-    **{f"model.layers.*.self_attn.{name}_proj.bias": "S(0)" for name in "qkv"},
     "model.layers.*.self_attn.o_proj.weight": "S(1)",
     "model.layers.*.mlp.gate_proj.weight": "S(0)",
     "model.layers.*.mlp.up_proj.weight": "S(0)",
     "model.layers.*.mlp.down_proj.weight": "S(1)",
+}
+_QWEN2 = {  # biases on q, k and v, and a tied head
+    **{name: placement for name, placement in _LLAMA.items() if name != "lm_head.weight"},
+    **{f"model.layers.*.self_attn.{name}_proj.bias": "S(0)" for name in "qkv"},
 }
 _TINY_GPT = {
     "tokens.weight": "S(0)",
@@ -38,7 +41,7 @@ _GPT2 = {  # Conv1D holds its weight transposed
 
 _LAYOUTS = {
     "llama": ("model.layers", _LLAMA),
-    "qwen2": ("model.layers", {k: v for k, v in _LLAMA.items() if k != "lm_head.weight"}),
+    "qwen2": ("model.layers", _QWEN2),
     "qwen3": ("model.layers", _LLAMA),
     "mistral": ("model.layers", _LLAMA),
     "tiny_gpt": ("blocks", _TINY_GPT),
