@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import io
+import logging
+import sys
 import traceback
 from collections.abc import Iterator
 from types import TracebackType
@@ -13,10 +16,11 @@ from torch import fx, nn
 
 from autopar.errors import UnsupportedModelError
 
-__all__ = ["custom_backward_refused", "explain_failure", "refuse_effects"]
+__all__ = ["custom_backward_refused", "explain_failure", "export_is_quiet", "refuse_effects"]
 
 # (text in the error's class or message, reason, remedy), most specific first
 _VALUES = ("control flow depends on tensor values", "use torch.where or make the branch a constant flag")
+_WHOLE = "the chained error for the full text (--traceback on the command line)"
 _REASONS = (
     (
         "CustomBackwardError",
@@ -29,6 +33,30 @@ _REASONS = (
     ("unsupported input type", "torch.export cannot flatten an input or output", "register its type as a pytree"),
     ("Constraints violated", "the code fixes the batch or sequence size", "derive sizes from the inputs (x.shape)"),
 )
+
+
+@contextlib.contextmanager
+def export_is_quiet() -> Iterator[None]:
+    """Within: torch's warnings about what it cannot export, and the graphs it prints beside them, are held back.
+
+    What went to stderr is printed after all if nothing is raised; if something is, it says what they said.
+    """
+    handlers = {h for name in list(logging.root.manager.loggerDict) if name.split(".")[0] == "torch"
+                for h in logging.getLogger(name).handlers}  # fmt: skip
+    held = io.StringIO()
+    for handler in handlers:
+        handler.addFilter(_is_no_warning)
+    try:
+        with contextlib.redirect_stderr(held):
+            yield
+        sys.stderr.write(held.getvalue())
+    finally:
+        for handler in handlers:
+            handler.removeFilter(_is_no_warning)
+
+
+def _is_no_warning(record: logging.LogRecord) -> bool:
+    return record.levelno != logging.WARNING
 
 
 class CustomBackwardError(Exception):
@@ -58,13 +86,24 @@ def custom_backward_refused() -> Iterator[None]:
 
 def explain_failure(error: Exception, shell: nn.Module) -> UnsupportedModelError:
     """The UnsupportedModelError for a failed export: innermost user module and source line, reason, remedy."""
-    path, line = _innermost_module(error.__traceback__, shell)
+    path, line = _place(error, shell)
     text = f"{type(error).__name__}: {error}"
     reason, remedy = next(
         ((r, t) for key, r, t in _REASONS if key in text),
-        (f"torch.export failed with {text.strip().splitlines()[0][:200]}", "see the chained error for the full text"),
+        (f"torch.export failed with {text.strip().splitlines()[0][:200]}", _WHOLE),
     )
     return UnsupportedModelError(f"cannot be captured: {reason}{line}", where=path or "model", try_=remedy)
+
+
+def _place(error: BaseException, shell: nn.Module) -> tuple[str, str]:
+    """Of the first error in the chain whose traceback runs through a module of the user's."""
+    link: BaseException | None = error
+    while link is not None:
+        path, line = _innermost_module(link.__traceback__, shell)
+        if line:
+            return path, line
+        link = link.__cause__ or link.__context__
+    return "", ""
 
 
 def _innermost_module(tb: TracebackType | None, shell: nn.Module) -> tuple[str, str]:

@@ -2,7 +2,7 @@
 
 An error meant for the user is one line on stderr and exit code 2, with nothing written; `verify` exits with 1 when the
 parallel run differs from the single process, `dryrun` when a rank's collectives are not the predicted ones. Everything
-heavy is imported by the command that needs it.
+heavy is imported by the command that needs it. `--traceback` adds where an error came from.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 USER_ERROR, DIFFERS = 2, 1
+RANKS_PER_CORE, RANK_BYTES = 16, 256 * 2**20
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,9 +34,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         return int(options.run(options))
-    except AutoparError as error:
-        print(f"autopar: error: {error}", file=sys.stderr)
+    except Exception as error:  # noqa: BLE001 - the border of the process: whatever it was ends in one line
+        if options.traceback:
+            traceback.print_exception(error)
+        print(f"autopar: error: {_one_line(error)}", file=sys.stderr)
         return USER_ERROR
+
+
+def _one_line(error: Exception) -> str:
+    if isinstance(error, AutoparError):
+        return " ".join(str(error).split())
+    from autopar.user_code import error_text
+
+    return f"{error_text(error)}. Try: --traceback to see where it came from"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -83,6 +95,8 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("plan", help="a plan file")
     report.add_argument("--cluster", help="compare memory with this cluster's devices")
     report.set_defaults(run=_report)
+    for command in commands.choices.values():
+        command.add_argument("--traceback", action="store_true", help="on an error, print where it came from first")
     return parser
 
 
@@ -158,6 +172,7 @@ def _verify(options: argparse.Namespace) -> int:
     for name in ("ranks", "steps"):
         if getattr(options, name) < 1:
             raise SpecError(f"must be a positive integer, not {getattr(options, name)}", where=f"--{name}")
+    _check_ranks(options.ranks)
 
     from autopar.verify import verify
 
@@ -213,8 +228,27 @@ def _report(options: argparse.Namespace) -> int:
 
     plan = Plan.load(options.plan)
     cluster = ClusterSpec.parse(options.cluster) if options.cluster else None
+    if cluster is not None and cluster.num_devices != plan.degrees.world_size:
+        raise SpecError(
+            f"{cluster.name} has {cluster.num_devices} devices, the plan is for {plan.degrees.world_size}",
+            where="--cluster",
+            try_="the cluster it was planned for",
+        )
     print(render(plan, cluster=cluster), end="")
     return 0
+
+
+def _check_ranks(ranks: int) -> None:
+    """Processes share the cores and each holds the whole model beside its part: many more never finish."""
+    cores = os.cpu_count() or 1
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    most = max(1, min(max(8, RANKS_PER_CORE * cores), memory_bytes // RANK_BYTES))
+    if ranks > most:
+        raise SpecError(
+            f"{ranks} processes are too many for the {cores} cores and {memory_bytes / 2**30:.0f} GiB here",
+            where="--ranks",
+            try_=f"at most {most}; autopar dryrun checks plans for more",
+        )
 
 
 def _check_output(path: str | None) -> None:

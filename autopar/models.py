@@ -6,10 +6,8 @@ Nothing is downloaded and no weights are read: a model is built from its configu
 from __future__ import annotations
 
 import copy
-import importlib
 import json
-import os
-import sys
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +15,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-from autopar.errors import SpecError, UnsupportedModelError, nearest
+from autopar.errors import SpecError, nearest
 from autopar.model_presets import PRESETS
+from autopar.user_code import call_example, call_factory, load_factory, with_rows
 
 __all__ = ["ModelSource", "example_from_config", "resolve"]
 
@@ -40,7 +40,10 @@ class ModelSource:
 
     name         as the user wrote it
     build        `build(device="meta")` -> the module in training mode; on "cpu" with fresh weights from torch's seed
-    example      `example(batch, seq)` -> keyword inputs on the CPU, labels among them; sizes left out are small ones
+    example      `example(batch, seq)` -> keyword inputs on the CPU, labels among them; sizes left out are small ones.
+                 Of a fixed example that the factory makes on meta only the shapes mean anything
+    materialize  `materialize(multiple, seq)` -> the module and a real batch, both on the CPU: a fixed example keeps its
+                 values and length, its rows are repeated up to a multiple of `multiple`
     kind         "hf" (a Hugging Face config) or "own" (the user's factory)
     max_seq_len  longest sequence a learned position table holds, None if the model sets no such limit
     """
@@ -48,6 +51,7 @@ class ModelSource:
     name: str
     build: Build
     example: Example
+    materialize: Callable[[int, int], tuple[nn.Module, dict[str, Any]]]
     kind: str
     max_seq_len: int | None = None
 
@@ -128,7 +132,10 @@ def _from_config(name: str, values: Mapping[str, Any]) -> ModelSource:
     def example(batch: int | None = None, seq: int | None = None) -> dict[str, Any]:
         return example_from_config(config, batch, seq)
 
-    return ModelSource(name, build, example, "hf", _learned_positions(config))
+    def materialize(multiple: int, seq: int) -> tuple[nn.Module, dict[str, Any]]:
+        return build("cpu"), example(multiple, seq)
+
+    return ModelSource(name, build, example, materialize, "hf", _learned_positions(config))
 
 
 def _class_with_loss(config: Any, name: str) -> Any:
@@ -169,17 +176,16 @@ def _learned_positions(config: Any) -> int | None:
 
 
 def _from_factory(name: str, path: str) -> ModelSource:
-    factory = _load_factory(name, path)
+    factory = load_factory(name, path)
 
     def build(device: str = "meta") -> nn.Module:
-        return _call(factory, name, device)[0].train()
+        return call_factory(factory, name, device)[0].train()
 
-    def example(batch: int | None = None, seq: int | None = None) -> dict[str, Any]:
-        module, given = _call(factory, name, "meta")
+    def inputs(module: nn.Module, given: Any, batch: int | None, seq: int | None) -> dict[str, Any]:
         if callable(given):
-            return dict(given(batch or DEFAULT_BATCH, seq or DEFAULT_SEQ))
+            return call_example(given, batch or DEFAULT_BATCH, seq or DEFAULT_SEQ, name)
         if given is not None:
-            return _resized(given, batch, seq, name)
+            return with_rows(given, batch, seq, name)
         if hasattr(getattr(module, "config", None), "get_text_config"):
             return example_from_config(module.config, batch, seq)
         raise SpecError(
@@ -188,73 +194,18 @@ def _from_factory(name: str, path: str) -> ModelSource:
             try_="return (module, example): example(batch, seq) -> dict of keyword inputs",
         )
 
-    return ModelSource(name, build, example, "own")
+    def example(batch: int | None = None, seq: int | None = None) -> dict[str, Any]:
+        return inputs(*call_factory(factory, name, "meta"), batch, seq)
 
+    def materialize(multiple: int, seq: int) -> tuple[nn.Module, dict[str, Any]]:
+        module, given = call_factory(factory, name, "cpu")
+        if given is None or callable(given):
+            return module.train(), inputs(module, given, multiple, seq)
+        batch = with_rows(given, None, None, name)
+        rows = next((t.shape[0] for t in pytree.tree_leaves(batch) if isinstance(t, Tensor) and t.ndim), 1)
+        return module.train(), with_rows(batch, max(1, math.ceil(rows / multiple)) * multiple, None, name)
 
-def _load_factory(name: str, path: str) -> Callable[[], Any]:
-    module_name, colon, attribute = path.partition(":")
-    if not (module_name and colon and attribute):
-        raise SpecError("not of the form py:package.module:factory", where=name)
-    # `python -m` looks in the current directory, a console script does not; a user expects no difference.
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and not module_name.startswith(error.name):
-            raise  # the user's module exists, an import inside it does not
-        raise SpecError(
-            f"no module {module_name!r} on the path or in the current directory",
-            where=name,
-            try_="run from the folder that holds it",
-        ) from error
-    factory = getattr(module, attribute, None)
-    if not callable(factory):
-        functions = [k for k, v in vars(module).items() if callable(v) and not k.startswith("_")]
-        raise SpecError(
-            f"{module_name} has no callable {attribute!r}", where=name, try_=nearest(attribute, functions or ["-"])
-        )
-    return factory  # type: ignore[no-any-return]
-
-
-def _call(factory: Callable[[], Any], name: str, device: str) -> tuple[nn.Module, Any]:
-    try:
-        with torch.device(device):
-            made = factory()
-    except NotImplementedError as error:
-        raise UnsupportedModelError(
-            f"the factory does not run on the {device} device: {_first_line(error)}",
-            where=name,
-            try_="no reading of tensor values while the module is built",
-        ) from error
-    module, example = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
-    if not isinstance(module, nn.Module):
-        raise SpecError(
-            f"the factory returned {type(module).__name__}, not an nn.Module or (nn.Module, example)", where=name
-        )
-    return module, example
-
-
-def _resized(given: Any, batch: int | None, seq: int | None, name: str) -> dict[str, Any]:
-    """A fixed example, its rows repeated to `batch`. Tensors made on meta become ones, legal as an id and as a mask."""
-    if not isinstance(given, Mapping):
-        raise SpecError("the example is neither a dict of inputs nor a function (batch, seq) -> dict", where=name)
-    sized = {}
-    for key, value in given.items():
-        if isinstance(value, Tensor):
-            tensor = torch.ones_like(value, device="cpu") if value.is_meta else value
-            if seq is not None and tensor.ndim > 1 and tensor.shape[1] != seq:
-                raise SpecError(
-                    f"the example's {key!r} has sequence length {tensor.shape[1]}, {seq} is asked for",
-                    where=name,
-                    try_="return an example(batch, seq) function from the factory",
-                )
-            rows = tensor.shape[0] if tensor.ndim else 1
-            if batch is not None and tensor.ndim:
-                tensor = tensor[torch.arange(batch, device="cpu") % rows]
-            value = tensor
-        sized[key] = value
-    return sized
+    return ModelSource(name, build, example, materialize, "own")
 
 
 def _first_line(error: BaseException) -> str:

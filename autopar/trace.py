@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.binding import CallSignature, call_arguments, flat_names, forward_parameters, graph_name
 from autopar.blocks import annotate
-from autopar.capture_errors import custom_backward_refused, explain_failure, refuse_effects
+from autopar.capture_errors import custom_backward_refused, explain_failure, export_is_quiet, refuse_effects
 from autopar.errors import SpecError, UnsupportedModelError
 from autopar.ir import InputSpec, ParameterSpec, TracedModel
 from autopar.shell import CallShell, make_shell
@@ -55,7 +55,7 @@ def trace(
     fake, dynamic = _fake_call([v for v in leaves.values() if isinstance(v, torch.Tensor)], mode)
     call = CallShell(shell, loss_fn, frozenset(names), _rebuilder(arguments))
     try:
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"), custom_backward_refused():
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"), custom_backward_refused(), export_is_quiet():
             exported = torch.export.export(call, (fake,), strict=False, dynamic_shapes=(dynamic,))
     except Exception as error:  # export raises dozens of unrelated classes; all become one with the module path
         raise explain_failure(error, call) from error

@@ -11,17 +11,20 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from autopar import passes
 from autopar.api import build
 from autopar.cost_model.search import search
-from autopar.errors import AutoparError, SpecError
+from autopar.errors import AutoparError, SpecError, UnsupportedModelError
+from autopar.ir import TracedModel
 from autopar.models import resolve
 from autopar.plan import Plan
 from autopar.runtime.engine import ParallelModule
@@ -50,6 +53,7 @@ class VerifyResult:
 
     worst             the tensors furthest off: {"what", "name", "error"}, worst first
     differing_copies  parameters whose replicas were not the same to the bit
+    notices           what was changed for the comparison
     """
 
     loss_error: float
@@ -60,6 +64,7 @@ class VerifyResult:
     tolerance: float
     steps: int
     differing_copies: tuple[str, ...] = ()
+    notices: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -77,6 +82,7 @@ class VerifyResult:
             "steps": self.steps,
             "worst": [dict(w) for w in self.worst],
             "differing_copies": list(self.differing_copies),
+            "notices": list(self.notices),
             "plan": self.plan.to_data(),
         }
 
@@ -94,6 +100,7 @@ class VerifyResult:
         lines += [f"  {w['error']:.2e}  {w['what']}  {w['name']}" for w in self.worst]
         if self.differing_copies:
             lines.append(f"copies differ between ranks: {', '.join(self.differing_copies)}")
+        lines += [f"notice: {notice}" for notice in self.notices]
         return "\n".join([*lines, "passed" if self.passed else "FAILED"])
 
 
@@ -137,7 +144,7 @@ def _compare(
     if wanted is None:
         raise SpecError(f"{dtype!r} is not one of {', '.join(_DTYPES)}", where="dtype")
     module, batch = _materialize(model, wanted, pins or Pins())
-    traced = passes.prepare(trace(module, batch))
+    traced, notices = _without_dropout(module, batch)
     reference = _Record.of_model(module, batch, steps)  # on every rank: each compares its own view
     results = []
     for plan in plans:
@@ -145,8 +152,26 @@ def _compare(
         pm = build(copy.deepcopy(module), traced, chosen)
         record = _Record.of_parallel(pm, batch, steps, module.state_dict())
         copies = [name for names in _everyone(pm.differing_copies()) for name in names]
-        results.append(_result(record, reference, chosen, _tolerance(module, wanted), steps, copies))
+        result = _result(record, reference, chosen, _tolerance(module, wanted), steps, copies)
+        results.append(replace(result, notices=notices))
     return results
+
+
+def _without_dropout(module: nn.Module, batch: Mapping[str, Any]) -> tuple[TracedModel, tuple[str, ...]]:
+    """The captured model, and what had to be said. One that drops at random is put into evaluation mode: the masks of
+    a parallel run are not those of the plain model, so there would be nothing to compare."""
+    traced = passes.prepare(trace(module, batch))
+    if not passes.draws_randomly(traced.graph_module.graph):
+        return traced, ()
+    module.eval()
+    traced = passes.prepare(trace(module, batch))
+    if passes.draws_randomly(traced.graph_module.graph):
+        raise UnsupportedModelError(
+            "forward drops at random in evaluation mode too: no two runs can be compared",
+            where="model",
+            try_="dropout with training=self.training",
+        )
+    return traced, ("dropout is random: both runs were compared in evaluation mode, without it",)
 
 
 def _materialize(model: str | Factory, dtype: torch.dtype, pins: Pins) -> tuple[nn.Module, dict[str, Any]]:
@@ -154,14 +179,28 @@ def _materialize(model: str | Factory, dtype: torch.dtype, pins: Pins) -> tuple[
     if callable(model):
         module, batch = model()
     else:
-        source = resolve(model)
-        rows = math.lcm(_ROWS, (pins.dp or 1) * (pins.microbatch or 1))
-        module, batch = source.build("cpu"), source.example(rows, _SEQ)
-    return module.to(dtype).train(), dict(batch)
+        multiple = math.lcm(_ROWS, (pins.dp or 1) * (pins.microbatch or 1))
+        module, batch = _same_everywhere(*resolve(model).materialize(multiple, _SEQ))
+    return module.to(dtype).train(), {key: pytree.tree_map(partial(_in, dtype), value) for key, value in batch.items()}
+
+
+def _in(dtype: torch.dtype, leaf: Any) -> Any:
+    return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+
+def _same_everywhere(module: nn.Module, batch: Mapping[str, Any]) -> tuple[nn.Module, Mapping[str, Any]]:
+    """Rank 0's weights and batch on every rank: a user's factory may draw from a generator that torch does not seed."""
+    given: list[Any] = [(module.state_dict(), batch) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(given, src=0)
+    state, batch = given[0]
+    module.load_state_dict(state)
+    return module, batch
 
 
 def _searched(traced: Any, ranks: int, pins: Pins | None, batch: Mapping[str, Tensor]) -> Plan:
-    first = next(t for t in batch.values() if isinstance(t, Tensor) and t.dim() >= 2)
+    first = next((t for t in batch.values() if isinstance(t, Tensor) and t.dim() >= 2), None)
+    if first is None:
+        raise SpecError("no input has a batch and a sequence dim", where="example", try_="token ids of (batch, seq)")
     train = TrainSpec(global_batch=first.shape[0], seq_len=first.shape[1], precision=model_precision(traced))
     answer: list[Any] = [None]
     if dist.get_rank() == 0:

@@ -18,6 +18,7 @@ from autopar.cost_model.compute import Machine
 from autopar.cost_model.evaluate import Evaluation, Evaluator
 from autopar.cost_model.explain import reason_it_loses
 from autopar.cost_model.memory import COMPUTE_DTYPES, recipe
+from autopar.cost_model.model_checks import check_model, pins_without_effect
 from autopar.cost_model.model_prices import ModelPrices
 from autopar.cost_model.plan_writer import checkpoint_patterns, layer_ranges, parameter_patterns, with_overrides
 from autopar.cost_model.strategy_table import strategy_table
@@ -79,7 +80,8 @@ def search(traced: TracedModel, cluster: ClusterSpec, train: TrainSpec, pins: Pi
     statistics = run.statistics(best, time.perf_counter() - started)
     kept = ("solver", "status", "bound_s", "gap", "candidates", "pruned")
     plan = plan.replace(solver={name: statistics[name] for name in kept})
-    return SearchResult(plan, alternatives, statistics, run.not_executable(), tuple(run.notices))
+    notices = (*run.notices, *pins_without_effect(run.pins, plan.degrees.tp, plan.degrees.pp))
+    return SearchResult(plan, alternatives, statistics, run.not_executable(), notices)
 
 
 class _Run:
@@ -90,8 +92,7 @@ class _Run:
         self.notices: list[str] = []
         if train.seq_len is None:
             raise SpecError("seq_len is not stated", where="train", try_="seq_len=2048")
-        if not traced.layers:
-            raise InfeasiblePlanError("the model has no repeated layers to plan", where="model")
+        check_model(traced, train.seq_len)
         self.seq_len = train.seq_len
         self.global_batch = train.global_batch or self._default_batch()
         self.precision = train.precision or ("fp32" if cluster.device.kind == "cpu" else "bf16-mixed")

@@ -1,0 +1,87 @@
+"""What a captured model must have to be planned, asked in the order of causes: a loss, weights to train, layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.blocks import op_name
+from autopar.errors import SpecError, UnsupportedModelError
+from autopar.ir import TracedModel
+from autopar.specs import Pins
+
+__all__ = ["check_model", "pins_without_effect"]
+
+
+def check_model(traced: TracedModel, seq_len: int) -> None:
+    """Raises UnsupportedModelError (no loss, nothing to train, no layers) or SpecError (a sequence it cannot take)."""
+    _check_loss(traced)
+    if not any(spec.requires_grad for spec in traced.parameters.values()):
+        what = "every parameter is frozen" if traced.parameters else "it has no parameters"
+        raise UnsupportedModelError(
+            f"nothing to train: {what}", where="model", try_="requires_grad_(True) on what shall be trained"
+        )
+    if not traced.layers:
+        raise UnsupportedModelError(
+            "no layers were found. A layer is a member of an nn.ModuleList or nn.Sequential that holds at least two "
+            "weight matrices and runs once, after the one before it",
+            where="model",
+            try_="keep the repeated blocks in one nn.ModuleList and call them in its order",
+        )
+    _check_positions(traced, seq_len)
+
+
+def pins_without_effect(pins: Pins, tp: int, pp: int) -> list[str]:
+    """A notice for each pin that the chosen degrees leave nothing to decide."""
+    notices = []
+    if pins.schedule is not None and pp == 1:
+        notices.append(f"the pin schedule={pins.schedule} has no effect: pp is 1, there is nothing to schedule")
+    if pins.modules and tp == 1:
+        names = ", ".join(pins.modules)
+        notices.append(f"the pinned placement of {names} has no effect: tp is 1, every weight is whole")
+    return notices
+
+
+def _check_loss(traced: TracedModel) -> None:
+    if traced.loss is not None:
+        return
+    found = []
+    leaves: Any = next(n for n in traced.graph_module.graph.nodes if n.op == "output").args[0]
+    for name, leaf in zip(traced.outputs, leaves, strict=False):
+        if isinstance(leaf, fx.Node) and leaf.meta.get("shape") is not None:
+            found.append(f"{name or 'output'} of shape ({', '.join(map(str, leaf.meta['shape']))})")
+    raise UnsupportedModelError(
+        f"forward returns no loss, a floating-point scalar: it returns {'; '.join(found[:4]) or 'no tensor'}",
+        where="model",
+        try_="return the mean loss from forward, and pass the labels in the example, or give loss_fn",
+    )
+
+
+def _check_positions(traced: TracedModel, seq_len: int) -> None:
+    """A table looked up at 0, 1, 2, ... needs a row for each token; torch would fail on the first batch."""
+    for node in traced.graph_module.graph.nodes:
+        if node.op != "call_function" or op_name(node) != "embedding" or len(node.args) < 2:
+            continue
+        table, index = node.args[0], node.args[1]
+        if not isinstance(table, fx.Node) or not isinstance(index, fx.Node) or table.op != "get_attr":
+            continue
+        rows = table.meta["shape"][0]
+        if isinstance(rows, int) and rows < seq_len and _counts_tokens(index, traced):
+            raise SpecError(
+                f"the position table {table.target} has {rows} rows, the sequence {seq_len} tokens",
+                where="seq_len",
+                try_=f"at most {rows}, or a longer table",
+            )
+
+
+def _counts_tokens(node: fx.Node, traced: TracedModel) -> bool:
+    """True for arange over the sequence, reshaped or not: as many different values as there are tokens."""
+    while node.op == "call_function" and op_name(node) in ("unsqueeze", "view", "expand", "_to_copy", "to", "reshape"):
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        node = source
+    if node.op != "call_function" or op_name(node) not in ("arange", "arange_start_step"):
+        return False
+    return bool(node.meta.get("dtype") == torch.int64 and node.meta.get("shape") == (traced.seq,))
