@@ -15,6 +15,7 @@ import torch
 from torch import fx, nn
 
 from autopar.errors import UnsupportedModelError
+from autopar.user_code import users_place
 
 __all__ = ["custom_backward_refused", "explain_failure", "export_is_quiet", "refuse_effects"]
 
@@ -96,28 +97,24 @@ def explain_failure(error: Exception, shell: nn.Module) -> UnsupportedModelError
 
 
 def _place(error: BaseException, shell: nn.Module) -> tuple[str, str]:
-    """Of the first error in the chain whose traceback runs through a module of the user's."""
+    """Path of the innermost module that was running, and the innermost source line that is the user's own."""
+    path, file_line = "", ""
     link: BaseException | None = error
-    while link is not None:
-        path, line = _innermost_module(link.__traceback__, shell)
-        if line:
-            return path, line
+    while link is not None and not file_line:
+        path, file_line = _innermost_module(link.__traceback__, shell), users_place(link)
         link = link.__cause__ or link.__context__
-    return "", ""
+    return path, f" ({file_line})" if file_line else ""
 
 
-def _innermost_module(tb: TracebackType | None, shell: nn.Module) -> tuple[str, str]:
+def _innermost_module(tb: TracebackType | None, shell: nn.Module) -> str:
     paths = {id(m): name for name, m in shell.named_modules()}
-    path, line = "", ""
-    for frame, number in traceback.walk_tb(tb):
-        module = frame.f_locals.get("self")
+    path = ""
+    for frame, _ in traceback.walk_tb(tb):
         code = frame.f_code
+        module = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None  # "self", whatever its name
         if isinstance(module, nn.Module) and id(module) in paths and code.co_name not in ("__call__", "_call_impl"):
-            if "torch/nn/modules/module.py" in code.co_filename or "autopar/shell.py" in code.co_filename:
-                continue
             path = paths[id(module)].removeprefix("model").removeprefix(".")
-            line = f" ({code.co_filename}:{number})"
-    return path, line
+    return path
 
 
 def refuse_effects(exported: torch.export.ExportedProgram) -> None:

@@ -21,9 +21,9 @@ from torch.utils import _pytree as pytree
 
 from autopar.errors import SpecError, UnsupportedModelError, nearest
 
-__all__ = ["call_example", "call_factory", "error_text", "load_factory", "with_rows"]
+__all__ = ["call_example", "call_factory", "error_text", "load_factory", "users_place", "with_rows"]
 
-_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<frozen")
+_NOT_THE_USERS = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parent}{os.sep}", "<")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
@@ -33,11 +33,16 @@ def error_text(error: BaseException) -> str:
         return f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno})"
     text = (str(error).strip().splitlines() or [""])[0][:200]
     text = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    place = users_place(error)
+    return f"{text} ({place})" if place else text
+
+
+def users_place(error: BaseException) -> str:
+    """`file:line` of the innermost frame outside torch and autopar; "" if there is none."""
     frames = [(f.filename, str(f.lineno)) for f in traceback.extract_tb(error.__traceback__)]
     # An error of another process comes with its traceback as text.
     frames += _FRAME.findall(str(error.__cause__)) if error.__cause__ is not None else []
-    users = [(file, line) for file, line in frames if not file.startswith(_NOT_THE_USERS)]
-    return f"{text} ({users[-1][0]}:{users[-1][1]})" if users else text
+    return next((f"{file}:{line}" for file, line in reversed(frames) if not file.startswith(_NOT_THE_USERS)), "")
 
 
 def load_factory(name: str, path: str) -> Callable[[], Any]:

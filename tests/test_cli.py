@@ -139,7 +139,7 @@ def test_verify_refuses_counts_below_one(capsys: pytest.CaptureFixture[str], opt
 
 def test_report_reads_a_saved_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     PLAN.save(tmp_path / "plan.json")
-    assert cli.main(["report", str(tmp_path / "plan.json"), "--cluster", "dgx-a100-80g"]) == 0
+    assert cli.main(["report", str(tmp_path / "plan.json"), "--cluster", "local:4"]) == 0
     assert PLAN.fingerprint in capsys.readouterr().out
     assert cli.main(["report", str(tmp_path / "none.json")]) == 2
 
@@ -148,3 +148,46 @@ def test_help_needs_no_torch() -> None:
     code = "import sys; from autopar.cli import _parser; _parser().format_help(); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "False\n"
+
+
+def test_an_unexpected_error_is_one_line_and_traceback_shows_it_whole(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class RemoteError(Exception):
+        pass
+
+    def verify(*arguments: Any, **options: Any) -> Any:
+        raise IndexError("out of range\nand more") from RemoteError('--- rank 1 ---\n  File "/home/me/net.py", line 7')
+
+    monkeypatch.setitem(sys.modules, "autopar.verify", SimpleNamespace(verify=verify))
+    arguments = ["verify", "--model", "llama-tiny", "--ranks", "2"]
+    assert cli.main(arguments) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("autopar: error: IndexError: out of range (")
+    assert err.count("\n") == 1
+    assert "--traceback" in err
+    assert cli.main([*arguments, "--traceback"]) == 2
+    err = capsys.readouterr().err
+    assert "--- rank 1 ---" in err
+    assert err.splitlines()[-1].startswith("autopar: error: IndexError: out of range (")
+
+
+def test_an_interrupt_stays_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def verify(*arguments: Any, **options: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "autopar.verify", SimpleNamespace(verify=verify))
+    with pytest.raises(KeyboardInterrupt):
+        cli.main(["verify", "--model", "llama-tiny", "--ranks", "2"])
+
+
+def test_more_processes_than_a_machine_can_run_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["verify", "--model", "llama-tiny", "--ranks", "100000"]) == 2
+    assert "at most" in capsys.readouterr().err
+
+
+def test_report_refuses_a_cluster_of_another_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    PLAN.save(tmp_path / "plan.json")
+    assert cli.main(["report", str(tmp_path / "plan.json"), "--cluster", "local:4"]) == 0
+    assert cli.main(["report", str(tmp_path / "plan.json"), "--cluster", "local:8"]) == 2
+    assert "local:8 has 8 devices, the plan is for 4" in capsys.readouterr().err

@@ -1,0 +1,73 @@
+"""A model that cannot be planned is told its cause, not a symptom of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar.cost_model.model_checks import check_model, pins_without_effect
+from autopar.errors import AutoparError
+from autopar.ir import TracedModel
+from autopar.specs import Pins
+from autopar.trace import trace
+
+ROWS = 64
+
+
+class Net(nn.Module):
+    """Two layers over token and learned positions; `loss` says what forward returns."""
+
+    def __init__(self, *, loss: str = "mean", depth: int = 2, layers: bool = True) -> None:
+        super().__init__()
+        self.loss, self.layers = loss, layers
+        self.tokens, self.positions = nn.Embedding(16, 8), nn.Embedding(ROWS, 8)
+        blocks = [nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)) for _ in range(depth)]
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, ids: Tensor) -> Any:
+        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device)[None])
+        for block in self.blocks if self.layers else ():
+            x = x + block(x)
+        return {"mean": x.mean(), "vector": x.mean(-1), "states": {"states": x}}[self.loss]
+
+
+def captured(**options: Any) -> TracedModel:
+    return trace(Net(**options), {"ids": torch.zeros(2, 12, dtype=torch.long)})
+
+
+def test_a_model_with_a_loss_weights_and_layers_passes_up_to_its_last_position() -> None:
+    check_model(captured(), ROWS)
+    with pytest.raises(AutoparError, match=f"positions.weight has {ROWS} rows, the sequence {ROWS + 1} tokens"):
+        check_model(captured(), ROWS + 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"loss": "vector"}, r"no loss, a floating-point scalar: it returns .*of shape \(batch, seq\)"),
+        ({"loss": "states"}, r"no loss, .*states of shape \(batch, seq, 8\)"),
+        ({"loss": "vector", "layers": False}, "no loss"),
+        ({"layers": False}, "no layers were found. A layer is"),
+    ],
+)
+def test_the_cause_is_named(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(AutoparError, match=says):
+        check_model(captured(**options), 8)
+
+
+def test_nothing_to_train() -> None:
+    model = Net().requires_grad_(False)
+    with pytest.raises(AutoparError, match="nothing to train: every parameter is frozen"):
+        check_model(trace(model, {"ids": torch.zeros(2, 12, dtype=torch.long)}), 8)
+
+
+def test_pins_without_effect_are_told() -> None:
+    pins = Pins(schedule="gpipe", modules={"blocks.*": "R"})
+    assert [("schedule" in n, "blocks.*" in n) for n in pins_without_effect(pins, 1, 1)] == [
+        (True, False),
+        (False, True),
+    ]
+    assert pins_without_effect(pins, 2, 2) == pins_without_effect(Pins(), 1, 1) == []
