@@ -71,10 +71,13 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[s
     ],
 )
 def test_the_users_error_is_one_sentence(own: Callable[[str], ModelSource], name: str, says: str) -> None:
-    with pytest.raises(AutoparError, match=says) as caught:
+    def used() -> None:
         source = own(name)
         source.build()
         source.example()
+
+    with pytest.raises(AutoparError, match=says) as caught:
+        used()
     assert "\n" not in str(caught.value)
 
 
