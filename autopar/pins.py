@@ -118,7 +118,7 @@ def _check_devices(pins: Pins, num_devices: int) -> None:
         raise SpecError(
             f"{text} does not divide the {num_devices} devices",
             where=f"pin {' '.join(pinned)}",
-            try_=f"{'a product of' if len(pinned) > 1 else name} {_nearest_divisors(num_devices, product)}",
+            try_=f"{'a product of' if len(pinned) > 1 else f'{name} one of'} {_nearest_divisors(num_devices, product)}",
         )
     if len(pinned) == len(degrees) and product != num_devices:
         raise SpecError(
