@@ -85,7 +85,8 @@ def parallelize(
     loss_fn   `loss_fn(outputs, batch)`, if the model returns no loss itself
     pins      choices to keep fixed
     plan      a plan, or the path of one: nothing is searched
-    options   seed (of dropout); of ParallelModule: bucket_bytes, overlap, fp32_reduce, non_finite
+    options   seed (of dropout and of the weights of a meta-built model); of ParallelModule: bucket_bytes, overlap,
+              fp32_reduce, non_finite
     Collective. Rank 0 searches, the others take its plan. Raises AutoparError on every rank.
     """
     device = join_torchrun()
@@ -101,7 +102,16 @@ def parallelize(
 
 
 def build(model: nn.Module, traced: TracedModel, plan: Plan, *, seed: int = 0, **options: Any) -> ParallelModule:
-    """Rewrite a prepared model by a plan and put it on this process's device. Collective. `seed`: of dropout."""
+    """Rewrite a prepared model by a plan and put it on this process's device. Collective.
+
+    seed: of dropout, and of the initial weights of a model that was built on the meta device.
+    """
+    if traced.unknown_buffers:
+        raise SpecError(
+            f"values of {', '.join(traced.unknown_buffers)} are unknown: the model was built on the meta device",
+            where="model",
+            try_="build it on the CPU; for planning alone autopar.plan needs no values",
+        )
     if passes.draws_randomly(traced.graph_module.graph):
         traced = replace(traced, inputs=(*traced.inputs, passes.row_ids_spec(traced.batch)))
     whole = None
@@ -109,7 +119,9 @@ def build(model: nn.Module, traced: TracedModel, plan: Plan, *, seed: int = 0, *
         whole = lambda: passes.apply(traced, plan, outputs="all", seed=seed)[0]  # noqa: E731
     stages = passes.apply(traced, plan, seed=seed)
     options.setdefault("device", join_torchrun())
-    return ParallelModule(model, traced, plan, stages, token_count=passes.token_count(traced), whole=whole, **options)
+    return ParallelModule(
+        model, traced, plan, stages, token_count=passes.token_count(traced), whole=whole, seed=seed, **options
+    )
 
 
 class _Report:

@@ -64,6 +64,7 @@ class ParallelModule(nn.Module):
         overlap: bool = True,
         fp32_reduce: Collection[str] = (),
         non_finite: str = "keep",
+        seed: int = 0,
     ) -> None:
         super().__init__()
         refuse_unbuilt(plan, traced, stages)
@@ -71,7 +72,7 @@ class ParallelModule(nn.Module):
         self.world = World(plan, device)
         if not self.world.alone:
             refuse_stale_optimizers(model)
-        self._state = LocalState(model, stages, self.world, plan)
+        self._state = LocalState(model, stages, self.world, plan, seed)
         self._wide = check_axes(fp32_reduce)
         self.notices = [*traced.notices, *self._state.notices]
         self._report = report

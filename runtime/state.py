@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from autopar.errors import AutoparError
 from autopar.ir import ParameterShard, StageGraph
 from autopar.plan import Plan
+from autopar.runtime.initial_weights import InitialWeights
 from autopar.runtime.precision import ComputeCopies
 from autopar.runtime.sharding import copy_whole, join_shards, local_part, local_slice
 from autopar.runtime.world import World
@@ -31,7 +32,7 @@ class LocalState:
     built their models from different seeds take rank 0's tensors and say so in `notices`. Collective.
     """
 
-    def __init__(self, model: nn.Module, stages: Sequence[StageGraph], world: World, plan: Plan) -> None:
+    def __init__(self, model: nn.Module, stages: Sequence[StageGraph], world: World, plan: Plan, seed: int = 0) -> None:
         self.notices: list[str] = []
         self._stages, self._world = stages, world
         self._keys = list(model.state_dict())
@@ -39,22 +40,32 @@ class LocalState:
             **dict(model.named_parameters(remove_duplicate=False)),
             **dict(model.named_buffers(remove_duplicate=False)),
         }
-        _refuse_meta(everything)
         self._canonical = _canonical_names(everything)
-        whole = {name: everything[name] for name in dict.fromkeys(self._canonical.values())}
-        if not world.alone:
+        names = tuple(dict.fromkeys(self._canonical.values()))
+        computed = _computed_buffers(stages)
+        initial = InitialWeights(model, seed)
+        whole = {n: computed.get(n, everything[n]) for n in names}
+        # Weights are made below; a buffer that no stage reads and no state_dict holds has no value anybody needs.
+        needless = {n for n, t in whole.items() if t.is_meta and (n in initial or n not in self._keys)}
+        whole = {n: t for n, t in whole.items() if n not in needless}
+        _refuse_meta(whole)
+        if not world.alone and whole:
             whole = self._same_as_rank_zero(whole)
         ranks = world.size("pp")
         self.own_stages = tuple(stages[world.position["pp"] :: ranks])
         self.shards: dict[str, ParameterShard] = _shards(self.own_stages)
-        self.parameters = {name: self._place(whole[name], shard) for name, shard in self.shards.items()}
+        # A meta-built model's weights are made one module at a time and only the slice is kept.
+        self.parameters = {
+            name: self._place(whole[name] if name in whole else nn.Parameter(initial[name]), shard)
+            for name, shard in self.shards.items()
+        }
         self._level = plan.zero if world.data_mesh is not None else 0
         # What FSDP shards it casts itself.
         self.copies = ComputeCopies({n: p for n, p in self.parameters.items() if not self.divides(n)}, plan)
         used = {s.name for any_stage in stages for s in any_stage.parameters.values()}
         # Buffers are small and may be needed by any stage; parameters outside the graph never get a gradient.
         self.buffers = {n: t if world.alone else t.detach().to(world.device) for n, t in whole.items() if n not in used}
-        self._order = [name for name in whole if name in self.parameters]
+        self._order = [name for name in names if name in self.parameters]
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """In the order of the user's model."""
@@ -216,13 +227,23 @@ def _canonical_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     return {name: first.setdefault(id(tensor), name) for name, tensor in tensors.items()}
 
 
+def _computed_buffers(stages: Sequence[StageGraph]) -> dict[str, Tensor]:
+    """Buffers whose values capture recomputed, because the model was built on the meta device."""
+    found: dict[str, Tensor] = {}
+    for stage in stages:
+        for path, name in stage.buffers.items():
+            owner, _, attribute = path.rpartition(".")
+            found[name] = getattr(stage.graph_module.get_submodule(owner), attribute)
+    return found
+
+
 def _refuse_meta(tensors: Mapping[str, Tensor]) -> None:
     meta = next((name for name, tensor in tensors.items() if tensor.is_meta), None)
     if meta is not None:
         raise AutoparError(
-            "the model is on the meta device and has no weights to train",
+            "this buffer is on the meta device, and nothing recomputes its value",
             where=meta,
-            try_="build it on the CPU, or use autopar.plan, which needs no weights",
+            try_="build the model on the CPU, or load the buffer",
         )
 
 
