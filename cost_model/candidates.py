@@ -119,7 +119,8 @@ def enumerate_settings(
                 degrees = Degrees(dp=dp, cp=rest // dp, tp=tp, pp=pp)
                 found += _settings(degrees, global_batch, seq_len, pins)
     if not any(s.degrees.cp == 1 for s in found):
-        raise InfeasiblePlanError(*_nothing_left(num_devices, global_batch, num_layers, legal_tp, pins))
+        what, remedy = _nothing_left(num_devices, global_batch, num_layers, legal_tp, pins)
+        raise InfeasiblePlanError(what, where="degrees", try_=remedy)
     return found
 
 
@@ -150,13 +151,22 @@ def _settings(degrees: Degrees, global_batch: int, seq_len: int, pins: Pins) -> 
     return result
 
 
-def _nothing_left(num_devices: int, global_batch: int, num_layers: int, legal_tp: list[int], pins: Pins) -> tuple[str]:
+def _nothing_left(
+    num_devices: int, global_batch: int, num_layers: int, legal_tp: list[int], pins: Pins
+) -> tuple[str, str]:
+    """What is wrong, and what would be right: a batch for these devices, device counts for this batch."""
     pinned = ", ".join(f"{k}={v}" for k in ("dp", "tp", "pp", "sp", "microbatch", "schedule")
                        if (v := getattr(pins, k)) is not None)  # fmt: skip
     batch = f"dp and micro-batch have to divide the global batch {global_batch}"
+    inside = {tp * pp for tp in legal_tp for pp in range(1, max(1, num_layers) + 1) if num_devices % (tp * pp) == 0}
+    fewer = sorted({dp * size for dp in divisors(global_batch) for size in inside if dp * size < num_devices})
+    share = num_devices // max(inside)
+    remedy = f"a global batch that is a multiple of {share}" if global_batch % share else "fewer pins"
+    remedy += f", or {', '.join(map(str, fewer[-3:]))} devices" if fewer and not pinned else ""
     return (
         f"no degrees factor {num_devices} devices: tp may be {', '.join(map(str, legal_tp))}, pp at most {num_layers} "
         f"(layers), {batch}" + (f"; pinned: {pinned}" if pinned else ""),
+        remedy,
     )
 
 

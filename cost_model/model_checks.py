@@ -10,9 +10,11 @@ from torch import fx
 from autopar.blocks import op_name
 from autopar.errors import SpecError, UnsupportedModelError
 from autopar.ir import TracedModel
+from autopar.placement import parse_placement
+from autopar.plan import match_path
 from autopar.specs import Pins
 
-__all__ = ["check_model", "pins_without_effect"]
+__all__ = ["check_model", "check_pinned_dims", "pins_without_effect"]
 
 
 def check_model(traced: TracedModel, seq_len: int) -> None:
@@ -31,6 +33,25 @@ def check_model(traced: TracedModel, seq_len: int) -> None:
             try_="keep the repeated blocks in one nn.ModuleList and call them in its order",
         )
     _check_positions(traced, seq_len)
+
+
+def check_pinned_dims(traced: TracedModel, pins: Pins) -> None:
+    """Raises SpecError if a pin shards a dim that a weight it names does not have."""
+    for pattern, text in pins.modules.items():
+        placement = parse_placement(text)
+        for name, spec in traced.parameters.items():
+            whole = match_path(pattern, name)
+            if not placement.is_shard or not (
+                whole or (len(spec.shape) >= 2 and match_path(pattern, name.rpartition(".")[0]))
+            ):
+                continue
+            if placement.dim >= len(spec.shape):
+                dims = ", ".join(f"shard({d})" for d in range(len(spec.shape)))
+                raise SpecError(
+                    f"{name} of shape {tuple(spec.shape)} has no dim {placement.dim}",
+                    where=f"pin {pattern}={text}",
+                    try_=f"one of {dims}" if dims else "replicate",
+                )
 
 
 def pins_without_effect(pins: Pins, tp: int, pp: int) -> list[str]:

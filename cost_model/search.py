@@ -18,7 +18,7 @@ from autopar.cost_model.compute import Machine
 from autopar.cost_model.evaluate import Evaluation, Evaluator
 from autopar.cost_model.explain import reason_it_loses
 from autopar.cost_model.memory import COMPUTE_DTYPES, recipe
-from autopar.cost_model.model_checks import check_model, pins_without_effect
+from autopar.cost_model.model_checks import check_model, check_pinned_dims, pins_without_effect
 from autopar.cost_model.model_prices import ModelPrices
 from autopar.cost_model.plan_writer import checkpoint_patterns, layer_ranges, parameter_patterns, with_overrides
 from autopar.cost_model.strategy_table import strategy_table
@@ -93,6 +93,7 @@ class _Run:
         if train.seq_len is None:
             raise SpecError("seq_len is not stated", where="train", try_="seq_len=2048")
         check_model(traced, train.seq_len)
+        check_pinned_dims(traced, pins)
         self.seq_len = train.seq_len
         self.global_batch = train.global_batch or self._default_batch()
         self.precision = train.precision or ("fp32" if cluster.device.kind == "cpu" else "bf16-mixed")

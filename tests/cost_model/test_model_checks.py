@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.cost_model.model_checks import check_model, pins_without_effect
-from autopar.errors import AutoparError
+from autopar.cost_model.candidates import enumerate_settings
+from autopar.cost_model.model_checks import check_model, check_pinned_dims, pins_without_effect
+from autopar.errors import AutoparError, InfeasiblePlanError, SpecError
 from autopar.ir import TracedModel
 from autopar.specs import Pins
 from autopar.trace import trace
@@ -71,3 +72,23 @@ def test_pins_without_effect_are_told() -> None:
         (False, True),
     ]
     assert pins_without_effect(pins, 2, 2) == pins_without_effect(Pins(), 1, 1) == []
+
+
+def test_a_pinned_dim_has_to_exist() -> None:
+    traced = captured()
+    check_pinned_dims(traced, Pins(modules={"blocks.*.0": "shard(1)", "blocks.*.0.bias": "shard(0)"}))
+    with pytest.raises(
+        SpecError, match=r"blocks.0.0.weight of shape \(8, 8\) has no dim 7. Try: one of shard\(0\), sh"
+    ):
+        check_pinned_dims(traced, Pins(modules={"blocks.*.0": "shard(7)"}))
+    with pytest.raises(SpecError, match="bias of shape"):
+        check_pinned_dims(traced, Pins(modules={"blocks.*.0.bias": "shard(1)"}))
+
+
+def test_devices_that_do_not_factor_list_what_would() -> None:
+    with pytest.raises(InfeasiblePlanError, match="no degrees factor 7 devices") as caught:
+        enumerate_settings(7, 8, 16, 4, Pins(), lambda tp: tp in (1, 2, 4))
+    assert "multiple of 7, or 1, 2, 4 devices" in str(caught.value)
+    assert enumerate_settings(7, 14, 16, 4, Pins(), lambda tp: tp in (1, 2, 4))
+    for devices in (1, 2, 4):
+        assert enumerate_settings(devices, 8, 16, 4, Pins(), lambda tp: tp in (1, 2, 4))

@@ -185,3 +185,27 @@ def test_one_process_needs_no_group_and_returns_the_users_output() -> None:
     for (name, p), q in zip(pm.named_parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-6, atol=1e-9, msg=name)
     assert all(p is q for p, q in zip(pm.parameters(), model.parameters(), strict=True))
+
+
+def _own_batch(wrong: bool) -> tuple[nn.Module, dict[str, Any]]:
+    ids = torch.arange(3 * 8).reshape(3, 8)
+    if wrong:
+        ids[2, 5] = models.VOCAB  # one past the table
+    return models.TinyGPT(layers=2), {"input_ids": ids, "labels": ids % models.VOCAB}
+
+
+def own_batch() -> tuple[nn.Module, dict[str, Any]]:
+    return _own_batch(wrong=False)
+
+
+def own_batch_with_a_wrong_token() -> tuple[nn.Module, dict[str, Any]]:
+    return _own_batch(wrong=True)
+
+
+def test_the_users_own_batch_is_trained_on() -> None:
+    """Its length and its values, the wrong ones too."""
+    result = verify("py:tests.distributed.test_verify:own_batch", 2, Pins(dp=2), steps=1, timeout_s=120)
+    assert result.passed, result.text()
+    assert (result.plan.global_batch, result.plan.seq_len) == (8, 8)
+    with pytest.raises(IndexError, match="index out of range"):
+        verify("py:tests.distributed.test_verify:own_batch_with_a_wrong_token", 2, Pins(dp=2), steps=1, timeout_s=120)
