@@ -31,9 +31,10 @@ class World:
             _agree_on(plan, device)
         if size != plan.degrees.world_size:
             degrees = ", ".join(f"{axis} {getattr(plan.degrees, axis)}" for axis in AXES)
+            wanted = f"{plan.degrees.world_size} process{'es' if plan.degrees.world_size > 1 else ''}"
             raise PlanMismatchError(
-                f"the plan is for {plan.degrees.world_size} processes ({degrees}), {size} are running",
-                try_=f"torchrun with {plan.degrees.world_size} processes, or plan again for {size}",
+                f"the plan is for {wanted} ({degrees}), {size} {'are' if size > 1 else 'is'} running",
+                try_=f"torchrun with {wanted}, or plan again for {size}",
             )
         self.rank = dist.get_rank() if size > 1 else 0
         self.position = plan.degrees.coordinates(self.rank)
