@@ -51,7 +51,9 @@ def _lora_plan(degrees: Degrees, zero: int = 0) -> Plan:
         for name in "qv"
         for part in ("base.weight", "base.bias", "up")
     }
-    return plan.replace(parameters={**plan.parameters, **more} if degrees.tp > 1 else {}, zero=zero)
+    adapted = [f"model.layers.*.self_attn.{name}_proj.{part}" for name in "qv" for part in ("weight", "bias")]
+    kept = {pattern: placement for pattern, placement in plan.parameters.items() if pattern not in adapted}
+    return plan.replace(parameters={**kept, **more} if degrees.tp > 1 else {}, zero=zero)
 
 
 def _partly_frozen(frozen: Any) -> tuple[nn.Module, dict[str, Tensor]]:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from autopar.api import build
 from autopar.mesh import Degrees
+from autopar.passes import prepare
 from autopar.plan import Plan
+from autopar.runtime.launch import run_ranks
+from autopar.runtime.sharding import local_part
+from autopar.trace import trace
 from autopar.verify import verify_plans
 from tests import models, plans
 
@@ -59,3 +67,52 @@ def test_with_tied_and_interleaved_stages() -> None:
             _plan("tiny_gpt", Degrees(dp=2, tp=2), 3, checkpoint=True),
         ],
     )
+
+
+class _Issued(TorchDispatchMode):
+    """Counts collectives by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.counts[func._schema.name.split("::")[-1]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+LAYERS, MICRO_BATCHES = models.LAYERS, 2
+_M = MICRO_BATCHES
+# (all-gathers, reduce-scatters) a step: those of the layers and of the root, as docs/zero.md has them
+_COUNTS = {
+    1: (LAYERS + 1, LAYERS + 1),
+    2: (LAYERS + 1, _M * (LAYERS + 1)),
+    3: (_M * (2 * LAYERS + 1), _M * (LAYERS + 1)),
+}
+
+
+def _table() -> None:
+    model, batch = tiny_gpt()
+    traced = prepare(trace(model, batch))
+    everything = sum(p.numel() for p in model.parameters())
+    for level, counts in _COUNTS.items():
+        pm = build(tiny_gpt()[0], traced, _plan("tiny_gpt", Degrees(dp=2), level))
+        optimizer = pm.optimizer(torch.optim.AdamW)
+        for _ in range(2):  # the second step is the one counted: the first sets up
+            optimizer.zero_grad()
+            with _Issued() as issued:
+                pm.step(batch)
+            optimizer.step()
+        seen = issued.counts
+        assert (seen["_allgather_base_"], seen["_reduce_scatter_base_"]) == counts, f"level {level}: {seen}"
+        held = [local_part(p).numel() for p in pm.parameters()]
+        assert sum(held) == everything // 2
+        assert sum(local_part(p.grad).numel() for p in pm.parameters() if p.grad is not None) == everything // 2
+        moments = [s["exp_avg"] for s in optimizer.state.values()]
+        assert all(isinstance(x, DTensor) for x in moments)
+        assert sum(local_part(x).numel() for x in moments) == everything // 2
+
+
+def test_the_table_of_the_documentation() -> None:
+    run_ranks(2, _table, timeout_s=120)
