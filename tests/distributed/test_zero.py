@@ -116,3 +116,22 @@ def _table() -> None:
 
 def test_the_table_of_the_documentation() -> None:
     run_ranks(2, _table, timeout_s=120)
+
+
+def _called() -> None:
+    model, batch = tiny_gpt()
+    traced = prepare(trace(model, batch))
+    loss = model(**batch)
+    loss.backward()
+    expected = dict(model.named_parameters())
+    for level in (1, 3):
+        pm = build(tiny_gpt()[0], traced, _plan("tiny_gpt", Degrees(dp=2), level))
+        mine = pm(**batch)
+        mine.backward()
+        torch.testing.assert_close(mine, loss)
+        for name, gradient in pm.full_gradients().items():
+            torch.testing.assert_close(gradient, expected[name].grad, rtol=0, atol=1e-12, msg=name)
+
+
+def test_calling_the_module_gathers_all_and_equals_one_process() -> None:
+    run_ranks(2, _called, timeout_s=120)
