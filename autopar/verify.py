@@ -44,7 +44,7 @@ _OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "SGD": (torch.optim.SGD, {"lr": 0.1}),
     "AdamW": (torch.optim.AdamW, {"lr": 1e-3, "eps": 1e-3}),
 }
-_ROWS, _SEQ = 8, 16
+_ROWS, _SEQ, _MOST_ROWS = 8, 16, 4096
 
 
 @dataclass(frozen=True)
@@ -180,6 +180,11 @@ def _materialize(model: str | Factory, dtype: torch.dtype, pins: Pins) -> tuple[
         module, batch = model()
     else:
         multiple = math.lcm(_ROWS, (pins.dp or 1) * (pins.microbatch or 1))
+        if multiple > _MOST_ROWS:
+            raise SpecError(
+                f"dp x microbatch needs a batch of {multiple} sequences, verify makes at most {_MOST_ROWS}",
+                where="pin microbatch",
+            )
         module, batch = _same_everywhere(*resolve(model).materialize(multiple, _SEQ))
     return module.to(dtype).train(), {key: pytree.tree_map(partial(_in, dtype), value) for key, value in batch.items()}
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from autopar.verify import _without_dropout
+from autopar.errors import SpecError
+from autopar.specs import Pins
+from autopar.verify import _materialize, _without_dropout
 from tests.models import TinyGPT, default_batch
 
 
@@ -21,3 +24,8 @@ def test_a_model_without_dropout_is_left_in_training() -> None:
     model = TinyGPT(layers=1).double().train()
     assert _without_dropout(model, default_batch())[1] == ()
     assert model.training
+
+
+def test_a_micro_batch_no_machine_holds_is_refused_before_it_is_made() -> None:
+    with pytest.raises(SpecError, match="needs a batch of 100000000 sequences, verify makes at most 4096"):
+        _materialize("llama-tiny", torch.float64, Pins(microbatch=100_000_000))
