@@ -26,7 +26,7 @@ from autopar.passes.rows_apart import check_rows_apart
 from autopar.passes.seed_dropout import seed_dropout
 from autopar.passes.shard_parameters import shard_parameters
 from autopar.passes.split_stages import split_stages, stage_of_segments
-from autopar.passes.token_loss import keep_outputs, loss_term, sum_loss
+from autopar.passes.token_loss import loss_term, sum_loss
 from autopar.plan import Plan, match_path
 from autopar.printing import diff_graphs, format_graph
 
@@ -70,8 +70,6 @@ def apply(
     names = traced.outputs
     if outputs == "loss":
         graph_module, names = sum_loss(graph_module, traced), ("loss_sum",)
-    else:
-        graph_module = keep_outputs(graph_module)
     traced = replace(traced, graph_module=graph_module)
     before = format_graph(graph_module.graph) if show else ""
     for name, rewrite in PASSES:

@@ -21,7 +21,7 @@ from autopar.ir import TracedModel
 from autopar.passes.prepare import copy_graph
 from autopar.runtime.losses import cross_entropy_sum
 
-__all__ = ["keep_outputs", "loss_term", "sum_loss", "token_count"]
+__all__ = ["loss_term", "sum_loss", "token_count"]
 
 aten = torch.ops.aten
 _MEAN, _SUM = 1, 2
@@ -43,11 +43,6 @@ def sum_loss(graph_module: fx.GraphModule, traced: TracedModel) -> fx.GraphModul
         vector = graph.call_function(aten.reshape.default, (loss, [1]))
         vector.meta = {**loss.meta, "shape": (1,), "key": "::loss_sum#0"}
     output.args = ((vector,),)
-    return _clean(graph_module)
-
-
-def keep_outputs(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """The form that returns all the user's outputs; nothing to rewrite, the mean is taken over the whole input."""
     return _clean(graph_module)
 
 
