@@ -4,6 +4,8 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 PYTEST_ARGS ?=
+# Whole files go to one worker: they share captures, and a multi-process test waits more than it computes.
+WORKERS ?= 2
 
 # One thread a process: the suite and the demo start several, and more threads than cores only slow each other down.
 export OMP_NUM_THREADS ?= 1
@@ -29,7 +31,7 @@ imports: $(READY)
 	$(BIN)/lint-imports
 
 unit: $(READY)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 format: $(READY)
 	$(BIN)/ruff check --fix .
