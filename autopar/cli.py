@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from autopar.cost_model.search import SearchResult
     from autopar.models import ModelSource
     from autopar.specs import ClusterSpec, Pins, TrainSpec
+    from autopar.verify import MatrixResult, VerifyResult
 
 __all__ = ["main"]
 
@@ -67,10 +68,14 @@ def _parser() -> argparse.ArgumentParser:
 
     verify = commands.add_parser("verify", help="compare a parallel run with one process, parameter by parameter")
     _add_model(verify)
-    verify.add_argument("--ranks", required=True, type=int, metavar="N", help="local processes to start")
+    count = verify.add_mutually_exclusive_group(required=True)
+    count.add_argument("--ranks", type=int, metavar="N", help="local processes to start")
+    count.add_argument(
+        "--all", type=int, metavar="N", help="every layout for N processes that has the pins, in a table"
+    )
     _add_pins(verify)
-    verify.add_argument("--dtype", default="float64", choices=("float64", "float32"))
-    verify.add_argument("--steps", type=int, default=3, help="SGD steps, then as many AdamW steps (default 3)")
+    verify.add_argument("--dtype", default="float64", choices=("float64", "float32", "bfloat16"))
+    verify.add_argument("--steps", type=int, help="SGD steps, then as many AdamW steps (default 3, with --all 1)")
     verify.add_argument("--json", action="store_true", help="print JSON instead of text")
     verify.set_defaults(run=_verify)
 
@@ -112,7 +117,7 @@ def _add_pins(command: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="K=V",
-        help="fix a choice: dp cp tp sp pp microbatch schedule zero checkpoint, or a module path's placement",
+        help="fix a choice: dp cp tp sp pp microbatch schedule virtual_stages zero checkpoint, or a module's placement",
     )
 
 
@@ -169,14 +174,21 @@ def _verify(options: argparse.Namespace) -> int:
     from autopar.specs import Pins
 
     pins = Pins.parse(options.pin)
-    for name in ("ranks", "steps"):
-        if getattr(options, name) < 1:
-            raise SpecError(f"must be a positive integer, not {getattr(options, name)}", where=f"--{name}")
-    _check_ranks(options.ranks)
+    for name in ("ranks", "all", "steps"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise SpecError(f"must be a positive integer, not {value}", where=f"--{name}")
+    _check_ranks(options.ranks or options.all, "--ranks" if options.ranks else "--all")
 
-    from autopar.verify import verify
+    result: VerifyResult | MatrixResult
+    if options.all:
+        from autopar.verify import verify_all
 
-    result = verify(options.model, options.ranks, pins, dtype=options.dtype, steps=options.steps)
+        result = verify_all(options.model, options.all, pins, dtype=options.dtype, steps=options.steps or 1)
+    else:
+        from autopar.verify import verify
+
+        result = verify(options.model, options.ranks, pins, dtype=options.dtype, steps=options.steps or 3)
     print(json.dumps(result.to_data(), indent=2) if options.json else result.text())
     return 0 if result.passed else DIFFERS
 
@@ -238,7 +250,7 @@ def _report(options: argparse.Namespace) -> int:
     return 0
 
 
-def _check_ranks(ranks: int) -> None:
+def _check_ranks(ranks: int, where: str) -> None:
     """Processes share the cores and each holds the whole model beside its part: many more never finish."""
     cores = os.cpu_count() or 1
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -246,7 +258,7 @@ def _check_ranks(ranks: int) -> None:
     if ranks > most:
         raise SpecError(
             f"{ranks} processes are too many for the {cores} cores and {memory_bytes / 2**30:.0f} GiB here",
-            where="--ranks",
+            where=where,
             try_=f"at most {most}; autopar dryrun checks plans for more",
         )
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Pins"]
 
-COUNTS = ("dp", "cp", "tp", "pp", "microbatch")
+COUNTS = ("dp", "cp", "tp", "pp", "microbatch", "virtual_stages")
 SWITCHES = {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False}
 
 
@@ -38,6 +38,7 @@ class Pins:
     pp: int | None = None
     microbatch: int | None = None
     schedule: str | None = None
+    virtual_stages: int | None = None
     zero: int | None = None
     checkpoint: str | None = None
     modules: Mapping[str, str] = field(default_factory=dict)

@@ -54,6 +54,12 @@ def _check_built(pins: Pins) -> None:
         raise SpecError(f"zero={pins.zero} is not built yet", where="pin zero", try_="zero=0")
     if pins.schedule not in (None, *_SCHEDULES):
         raise SpecError(f"schedule={pins.schedule} is not built yet", where="pin schedule", try_="1f1b or gpipe")
+    if pins.virtual_stages not in (None, 1):
+        raise SpecError(
+            f"virtual_stages={pins.virtual_stages} is not built yet",
+            where="pin virtual_stages",
+            try_="virtual_stages=1",
+        )
     if pins.checkpoint not in (None, "none", "full"):
         raise SpecError(f"checkpoint={pins.checkpoint} is not built yet", where="pin checkpoint", try_="none or full")
 

@@ -29,6 +29,8 @@ def refuse_unbuilt(plan: Plan, traced: TracedModel, stages: Sequence[StageGraph]
             where="zero",
             try_="zero 0, or schedule 1f1b or interleaved",
         )
+    if plan.zero and plan.degrees.dp * plan.degrees.cp > 1:
+        _check_sharded(plan, traced, stages)
     _check_schedule(plan)
     if plan.schedule == "zero-bubble" and plan.degrees.pp > 1:
         _check_split_backward(stages)
@@ -40,6 +42,27 @@ def refuse_unbuilt(plan: Plan, traced: TracedModel, stages: Sequence[StageGraph]
             try_=f"cast the model before parallelize, or plan with precision {own}",
         )
     _check_mixed(plan, traced)
+
+
+def _check_sharded(plan: Plan, traced: TracedModel, stages: Sequence[StageGraph]) -> None:
+    """What FSDP cannot shard together. Of all stages, so that all ranks refuse alike."""
+    dtypes = {p.dtype for p in traced.parameters.values() if p.requires_grad or plan.zero == 3}
+    if len(dtypes) > 1:
+        raise SpecError(
+            f"the sharded parameters have several dtypes: {', '.join(sorted(map(str, dtypes)))}",
+            where="zero",
+            try_="zero 0, or cast the model to one dtype",
+        )
+    pp = plan.degrees.pp
+    for rank in range(pp):
+        readers = Counter(name for stage in stages[rank::pp] for name in {s.name for s in stage.parameters.values()})
+        shared = next((name for name, count in readers.items() if count > 1), None)
+        if shared is not None:
+            raise SpecError(
+                f"{shared} is read by two stages of one rank, which FSDP cannot shard together",
+                where="zero",
+                try_="zero 0, or virtual_stages 1",
+            )
 
 
 def check_axes(axes: Collection[str]) -> tuple[str, ...]:

@@ -20,10 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
-from autopar.errors import SpecError
 from autopar.ir import StageGraph
 from autopar.plan import Plan
 from autopar.runtime.precision import compute_dtype
@@ -100,15 +98,15 @@ def shard_stage(
 ) -> ShardedStage:
     """Shard a localized stage in place; `state.parameters` then holds the shards (DTensors over the data mesh).
 
+    No other stage of this rank reads them, and they have one dtype (`limits.refuse_unbuilt`).
+
     `wide`: 16-bit gradients are reduced in fp32, as those of fp32 masters always are.
     """
     level = plan.zero
     mesh = world.data_mesh
     assert mesh is not None
-    _check_readers(stage, state)
     divided = {path: shard.name for path, shard in stage.parameters.items() if state.divides(shard.name)}
     sharded = {state.parameters[name] for name in divided.values()}
-    _check_dtypes(sharded)
     kept = {p for p in graph.parameters() if p not in sharded}
     places = [_place(graph, path, name) for path, name in divided.items()]
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": _policy(sharded, plan, wide), "ignored_params": kept}
@@ -126,26 +124,6 @@ def shard_stage(
     for owner, attribute, name in places:
         state.parameters[name] = getattr(owner, attribute)
     return ShardedStage(root, level)
-
-
-def _check_readers(stage: StageGraph, state: LocalState) -> None:
-    for shard in stage.parameters.values():
-        if isinstance(state.parameters[shard.name], DTensor):
-            raise SpecError(
-                f"{shard.name} is read by two stages of one rank, which FSDP cannot shard together",
-                where="zero",
-                try_="zero 0, or virtual_stages 1",
-            )
-
-
-def _check_dtypes(parameters: Iterable[nn.Parameter]) -> None:
-    dtypes = {p.dtype for p in parameters}
-    if len(dtypes) > 1:
-        raise SpecError(
-            f"the sharded parameters have several dtypes: {', '.join(sorted(map(str, dtypes)))}",
-            where="zero",
-            try_="zero 0, or cast the model to one dtype",
-        )
 
 
 def _unit_names(graph: fx.GraphModule) -> list[str]:

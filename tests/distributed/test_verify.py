@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import autopar.verify as verify_module
 from autopar.api import parallelize
 from autopar.errors import AutoparError, PlanMismatchError
 from autopar.mesh import Degrees
 from autopar.placement import CONVERSIONS
+from autopar.runtime.engine import ParallelModule
 from autopar.runtime.launch import run_ranks
 from autopar.runtime.reducer import GradientReducer
 from autopar.specs import ClusterSpec, Pins, TrainSpec
@@ -94,8 +94,8 @@ def _with_fault(fault: str) -> VerifyResult:
     elif fault == "partial norms not summed":
         _drop_sums()
     elif fault == "loss counted twice":
-        scaled = verify_module.ParallelModule._scaled_loss
-        verify_module.ParallelModule._scaled_loss = lambda self, x: 2 * scaled(self, x)  # type: ignore[method-assign]
+        scaled = ParallelModule._scaled_loss
+        ParallelModule._scaled_loss = lambda self, x: 2 * scaled(self, x)  # type: ignore[method-assign]
     plan = plans.megatron("tiny_gpt", Degrees(tp=2))
     return _compare(tiny_gpt, 2, None, [plan], "float64", 1)[0]
 
