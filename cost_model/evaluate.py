@@ -206,7 +206,7 @@ class _Pricing:
         )
 
     def _in_flight(self, stage: int) -> int:
-        return in_flight(self.setting.schedule, stage, self.pp, self.setting.micro_batches)
+        return int(in_flight(self.setting.schedule, stage, self.pp, self.setting.micro_batches))
 
     def _communication_bytes(self, stage: int) -> float:
         """Two reduction buckets in flight, and per micro-batch in flight the stage's output kept for its backward."""

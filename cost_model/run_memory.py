@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autopar.cost_model import memory
 from autopar.cost_model.constant_table import GenerationConstants
 from autopar.cost_model.run_price import RunLayout, RunWork, StackTraits, stage_layers
 
@@ -44,15 +45,9 @@ def run_memory(work: RunWork, layout: RunLayout, traits: StackTraits, constants:
 
 
 def in_flight(layout: RunLayout, stage: int) -> float:
-    """Micro-batches whose activations a stage holds, in units of all its layers. Interleaving warms up with two more
-    chunks a stage and one round of all chunks but one (Megatron-LM's schedule)."""
-    pp, v, m = layout.degrees.pp, layout.virtual_stages, layout.micro_batches
-    if pp == 1:
-        return 1.0
-    if v == 1:
-        return min(m, pp - stage)
-    chunks = (pp - stage - 1) * 2 + (v - 1) * pp + 1
-    return min(m * v, chunks) / v
+    """See `memory.in_flight`."""
+    d = layout.degrees
+    return memory.in_flight(layout.schedule, stage, d.pp, layout.micro_batches, layout.virtual_stages)
 
 
 def _stage(work: RunWork, layout: RunLayout, traits: StackTraits, stage: int, count: int) -> dict[str, float]:
@@ -62,24 +57,22 @@ def _stage(work: RunWork, layout: RunLayout, traits: StackTraits, stage: int, co
     kept, working = _kept(work, layout, traits)
     outputs = work.border_bytes if traits.keeps_stage_outputs and layout.degrees.pp > 1 else 0.0
     flight = in_flight(layout, stage)
-    at_loss = _loss_bytes(work, traits, layout.degrees.tp) if last else 0.0
+    tp = layout.degrees.tp
+    at_loss = memory.loss_bytes(work.logits, work.head_input, traits.loss, tp) if last else 0.0
     in_layer = working + 4 * work.stream  # a whole input and a whole gradient of the stream
     return {
         **_states(held, layout, traits),
         "activations": flight * (count * kept + outputs + (work.prologue.saved_bytes if first else 0.0)),
         "working": max(at_loss, in_layer) + _gradient_scratch(work, traits, last),
-        **_communication(work, layout, traits, held),
+        **_communication(work, layout, traits),
     }
 
 
 def _states(held: float, layout: RunLayout, traits: StackTraits) -> dict[str, float]:
     """Mixed precision: 16-bit parameters, gradients as the stack accumulates them, fp32 master copy and two moments."""
-    shard = max(1, layout.zero_shard)
-    if layout.zero == 3 or (layout.zero == 2 and traits.fully_sharded):  # the fp32 parameters are the master copy
-        return {"parameters": 4 * held / shard, "gradients": 4 * held / shard, "optimizer": 8 * held / shard}
-    optimizer = 12 * held / (shard if layout.zero else 1)
-    gradients = (traits.gradient_bytes + traits.spare_gradient_bytes) * held / (shard if layout.zero == 2 else 1)
-    return {"parameters": 2 * held, "gradients": gradients, "optimizer": optimizer}
+    recipe = memory.mixed_recipe(traits.gradient_bytes + traits.spare_gradient_bytes)
+    each = memory.state_bytes(recipe, layout.zero, layout.zero_shard, fully_sharded=traits.fully_sharded)
+    return {name: nbytes * held for name, nbytes in each.items()}
 
 
 def _kept(work: RunWork, layout: RunLayout, traits: StackTraits) -> tuple[float, float]:
@@ -88,13 +81,8 @@ def _kept(work: RunWork, layout: RunLayout, traits: StackTraits) -> tuple[float,
     if traits.attention == "unfused":  # softmax, dropout mask and dropped probabilities; two more while they are made
         core = _SCORE_BYTES * work.scores
         saved, working = saved + core, max(working, 4 * work.scores)
-    if layout.recompute == "full":
-        return work.border_bytes, saved + working
-    if layout.recompute == "selective":
-        return saved - core, core + working
-    if layout.recompute == "op":
-        return work.op_kept_bytes + work.border_bytes, saved - work.op_kept_bytes + working
-    return saved, working
+    layer = memory.LayerBytes(saved, working, work.border_bytes, core, work.op_kept_bytes, work.product_bytes)
+    return layer.kept(layout.recompute)
 
 
 _SCORE_BYTES = 5.0
@@ -107,18 +95,9 @@ def _gradient_scratch(work: RunWork, traits: StackTraits, last: bool) -> float:
     return 2.0 * (sum(work.weight_shapes) + (work.head_weight if last else 0.0))
 
 
-def _loss_bytes(work: RunWork, traits: StackTraits, tp: int) -> float:
-    """At the loss: a fused vocabulary-parallel loss works in its one fp32 copy of the logits and keeps the head's input
-    and its gradient; torch holds logits, their fp32 copy, log-probabilities and the gradient, 14 bytes a logit, and its
-    vocabulary-parallel loss 22."""
-    if traits.loss == "in_place":
-        return 4 * work.logits + 4 * work.head_input
-    return (14 if tp == 1 else 22) * work.logits
-
-
-def _communication(work: RunWork, layout: RunLayout, traits: StackTraits, held: float) -> dict[str, float]:
+def _communication(work: RunWork, layout: RunLayout, traits: StackTraits) -> dict[str, float]:
     if traits.fully_sharded and layout.zero >= 2:  # two layers and the head gathered, a layer's gradients whole
         gathered = 2 * traits.gather_bytes * work.layer_parameters
         ends = (traits.gather_bytes + 2) * (work.epilogue_parameters + work.prologue_parameters)
-        return {"gathered": gathered + ends if layout.zero == 3 else traits.gather_bytes * held}
+        return {"gathered": gathered + ends if layout.zero == 3 else 0.0}
     return {"buffers": 2.0 * BUCKET_BYTES if layout.degrees.dp > 1 else 0.0}

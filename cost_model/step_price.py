@@ -1,0 +1,327 @@
+"""Seconds of one training step from the work of its layers: the one formula of the search and of runs as given.
+
+    step = ((m - 1/v) max_s T_s + (1/v) sum_s U_s + max_s tail_s) (1 + straggler log2 nodes) + overhead
+
+T_s     forward, backward, recomputation and exposed communication of one micro-batch on stage (rank) s
+m, v    micro-batches; chunks a rank (interleaving fills a bubble with 1/v of a stage)
+U_s     T_s; zero-bubble: T_s less twice the weight gradients W_s, which move into the bubble
+tail_s  what follows the last backward: put-off weight gradients (zero-bubble, 2 W_s), exposed gradient reduction,
+        parameter gather, optimizer
+
+T_s and tail_s are sums over the units (layers and ends) of a stage, each at its mode of recomputation; what a reduction
+hides behind counts no recomputation, so that a tail depends on the layers of a stage alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from autopar.cost_model.block_layout import BlockWork, LayoutPrice
+from autopar.cost_model.comm_cost import group_cost
+from autopar.cost_model.constant_table import GenerationConstants
+from autopar.cost_model.machine import Machine
+from autopar.cost_model.memory import Recipe
+from autopar.mesh import Degrees
+from autopar.specs import ClusterSpec
+
+__all__ = ["MODES", "RunLayout", "StackTraits", "StepPrice", "Unit", "add_parts", "exposed_reduction_s"]
+
+MODES = ("none", "selective", "op", "selective-ops", "full")
+"""What a layer keeps: everything; all but the attention core; attention and every second product (torchtitan);
+attention and every product; its input."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StackTraits:
+    """Declared properties of a software stack, see constants/stacks.toml.
+
+    keeps_gathered          ZeRO 2 gathers parameters once a step, not each micro-batch
+    scatters_stage_outputs  a replicated stream is cut over tp for the way between stages and gathered behind it
+    """
+
+    attention: str = "flash"
+    elementwise: str = "eager"
+    gradient_bytes: float = 2
+    reduce_bytes: float = 2
+    gather_bytes: float = 2
+    fp8_gather_bytes: float = 2
+    overlap: tuple[str, ...] = ("dp",)
+    zero1_gather: str = "all_gather"
+    fp8: str = "fp8"
+    recompute: str = "none"
+    fully_sharded: bool = False
+    fused_gradients: bool = False
+    fused_kernels: bool = False
+    gathers_again: bool = False
+    loss: str = "eager"
+    expandable_segments: bool = False
+    keeps_stage_outputs: bool = False
+    spare_gradient_bytes: float = 0
+    keeps_gathered: bool = False
+    scatters_stage_outputs: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunLayout:
+    """A run as given. `zero_shard` is the number of ranks a ZeRO shard group has (dp x cp unless it is a hybrid);
+    `micro_batch` in sequences; `layers` of the whole model; `recompute` is one of MODES."""
+
+    degrees: Degrees
+    layers: int
+    seq_len: int
+    micro_batch: int
+    micro_batches: int
+    virtual_stages: int = 1
+    zero: int = 0
+    zero_shard: int = 1
+    recompute: str = "none"
+    sequence_sharding: bool = False
+    cp_exchange: str = "ring"
+    fp8: str | None = None
+    schedule: str = "1f1b"
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """A layer, or an end of the model: what one rank does for a micro-batch, what that takes, the parameters it holds;
+    keys and values, and queries, of one rank in bytes."""
+
+    work: BlockWork
+    price: LayoutPrice
+    parameters: float
+    key_value_bytes: float = 0.0
+    query_bytes: float = 0.0
+
+
+class _Shares(NamedTuple):
+    """Seconds of some of a layer's kernels: attention forward and backward, weight gradients, and by mode what is
+    computed again."""
+
+    attention_forward_s: float
+    attention_backward_s: float
+    weights_s: float
+    again_s: Mapping[str, float]
+
+
+@lru_cache(maxsize=4096)
+def _shares(work: BlockWork, machine: Machine) -> _Shares:
+    forward, backward = work.forward, work.backward
+    seconds, back = machine.seconds(forward), machine.seconds(backward)
+    products = forward.is_matmul
+    every_second = products & (products.cumsum() % 2 == 1)
+    core_s = float(seconds[forward.is_attention].sum())
+    again = {
+        "none": 0.0,
+        "selective": core_s,
+        "op": float(seconds[~(forward.is_attention | every_second)].sum()),
+        "selective-ops": float(seconds[~(forward.is_attention | products | forward.is_product)].sum()),
+        "full": float(seconds.sum()),
+    }
+    weights_s = float(back[backward.is_matmul & (backward.backward == 2)].sum())
+    return _Shares(core_s, float(back[backward.is_attention].sum()), weights_s, again)
+
+
+class StepPrice:
+    """Prices the parts of a step under one layout, in seconds."""
+
+    def __init__(
+        self, layout: RunLayout, cluster: ClusterSpec, traits: StackTraits, machine: Machine,
+        constants: GenerationConstants, recipe: Recipe,
+    ) -> None:  # fmt: skip
+        self.layout, self.cluster, self.traits, self.machine = layout, cluster, traits, machine
+        self.constants, self.recipe = constants, recipe
+        d, shard = layout.degrees, max(1, layout.zero_shard)
+        hybrid = Degrees(pp=d.pp, tp=d.tp, cp=shard, dp=max(1, d.dp * d.cp // shard))
+        self.shard_group = group_cost(cluster, hybrid, "cp")
+        self.replica_group = group_cost(cluster, hybrid, "dp")
+        self.tp_group, self.cp_group, self.pp_group = (group_cost(cluster, d, axis) for axis in ("tp", "cp", "pp"))
+        self.tp_exposed = 1 - (constants["tp_hidden"] if "tp" in traits.overlap else 0.0)
+        self.hides_dp = "dp" in traits.overlap
+
+    # --- every micro-batch --------------------------------------------------------------------------------------------
+
+    def layer(self, unit: Unit, mode: str) -> dict[str, float]:
+        """One layer, recomputed by `mode`."""
+        price, shares = unit.price, _shares(unit.work, self.machine)
+        again_s = shares.again_s[mode]
+        again_tp_s = price.forward_communication_s if mode == "full" else 0.0
+        tp_s = price.forward_communication_s + price.backward_communication_s + again_tp_s
+        return {
+            "forward": price.forward_s,
+            "backward": price.backward_s,
+            "recompute": again_s,
+            "tp": self.tp_exposed * (tp_s - self._behind_weights_s(price, shares)),
+            "cp": self._exchange_s(unit, shares, again=mode in ("full", "selective")),
+            "dp": self._sharded_s(unit, again_s),
+            "accumulation": self._accumulation_s(unit.parameters),
+        }
+
+    def end(self, unit: Unit) -> dict[str, float]:
+        """Embedding, or head and loss."""
+        price = unit.price
+        return {
+            "forward": price.forward_s,
+            "backward": price.backward_s,
+            "tp": price.forward_communication_s + price.backward_communication_s,
+            "dp": self._sharded_s(unit, 0.0),
+            "accumulation": self._accumulation_s(unit.parameters),
+        }
+
+    def send_s(self, border_bytes: float) -> float:
+        """Exposed receives of one micro-batch: activations forward, gradients backward, each chunk."""
+        if self.layout.degrees.pp == 1:
+            return 0.0
+        cut = self.traits.scatters_stage_outputs and not self.layout.sequence_sharding
+        tp = self.layout.degrees.tp if cut else 1
+        one = self.pp_group.seconds("send", border_bytes / tp)
+        if tp > 1:
+            one += self.tp_group.seconds("all_gather", border_bytes)
+        both = 2 * self.layout.virtual_stages * one
+        return both * (1 - (self.constants["pp_hidden"] if "pp" in self.traits.overlap else 0.0))
+
+    def weights_s(self, unit: Unit) -> float:
+        """Weight gradients of a unit, which zero-bubble puts off."""
+        return _shares(unit.work, self.machine).weights_s if self.layout.schedule == "zero-bubble" else 0.0
+
+    def _behind_weights_s(self, price: LayoutPrice, shares: _Shares) -> float:
+        """Part of a layer's input-gradient reductions that runs behind its weight gradients."""
+        if "tp_linear" not in self.traits.overlap or self.layout.degrees.tp == 1:
+            return 0.0
+        return self.constants["tp_linear_hidden"] * min(price.backward_reduction_s, shares.weights_s)
+
+    def _exchange_s(self, unit: Unit, shares: _Shares, *, again: bool) -> float:
+        """Exposed exchange of a layer's attention over cp, forward and backward."""
+        group, cp = self.cp_group, self.layout.degrees.cp
+        if cp == 1:
+            return 0.0
+        keys = unit.key_value_bytes
+        if self.layout.cp_exchange == "all_to_all":
+            return (2 + again) * group.seconds("all_to_all", (2 * unit.query_bytes + keys) * cp)
+        if self.layout.cp_exchange == "all_gather":
+            gather_s, scatter_s = (group.seconds(kind, keys * cp) for kind in ("all_gather", "reduce_scatter"))
+            return (2 + again) * gather_s + scatter_s
+        ring_s = (cp - 1) * group.seconds("send", keys)
+        hidden = self.constants["cp_hidden"] * (cp - 1) / cp
+        passes = [(1 + again, ring_s, shares.attention_forward_s), (1, 2 * ring_s, shares.attention_backward_s)]
+        return sum(n * (comm - min(comm, work) * hidden) for n, comm, work in passes)
+
+    def _accumulation_s(self, parameters: float) -> float:
+        """Adding a micro-batch's weight gradients to those of the step. Inside the matmul it costs a read and a write
+        of the fp32 sum less the 16-bit write; as an op of its own a read of both and a write. FSDP adds only shards."""
+        if self.layout.micro_batches == 1 or (self.traits.fully_sharded and self.layout.zero >= 2):
+            return 0.0
+        wide = 2 * self.traits.gradient_bytes
+        own = self.recipe.parameter_bytes
+        return parameters * (wide - own if self.traits.fused_gradients else wide + own) / self.machine.bytes_per_s
+
+    def _sharded_s(self, unit: Unit, again_s: float) -> float:
+        """What gathering parameters and scattering gradients adds to one unit's forward and backward (ZeRO 2 and 3)."""
+        zero = self.layout.zero
+        if zero < 2:
+            return 0.0
+        price = unit.price
+        gather_s = self.shard_group.seconds("all_gather", unit.parameters * self._gather_bytes)
+        reduce_s = self._scatter_s(unit.parameters)
+        forward_s = price.forward_s + price.forward_communication_s
+        backward_s = price.backward_s + price.backward_communication_s + again_s
+        in_forward = 0.0 if zero == 2 and self.traits.keeps_gathered else gather_s
+        phases = [(in_forward, forward_s), (reduce_s + (gather_s if zero == 3 else 0.0), backward_s)]
+        if not self.hides_dp:
+            return sum(comm for comm, _ in phases)
+        back = self.constants["zero3_slowdown"]
+        return sum(max(0.0, comm - work) + back * min(comm, work) for comm, work in phases)
+
+    # --- once a step --------------------------------------------------------------------------------------------------
+
+    def tail(self, parameters: float, forward_s: float, backward_s: float, step_tp_s: float = 0.0) -> dict[str, float]:
+        """What a stage of `parameters` does after its last backward. forward_s, backward_s: its layers, communication
+        over tp included; step_tp_s: gradients of replicated parameters over tp."""
+        return {"tp": step_tp_s, "dp": self._exposed_dp_s(parameters, forward_s, backward_s),
+                "optimizer": self.optimizer_s(parameters)}  # fmt: skip
+
+    def optimizer_s(self, parameters: float) -> float:
+        held = parameters / (max(1, self.layout.zero_shard) if self.layout.zero else 1)
+        return held * self.recipe.update_traffic_bytes / self.machine.bytes_per_s
+
+    def _exposed_dp_s(self, parameters: float, forward_s: float, backward_s: float) -> float:
+        """Exposed gradient reduction and parameter gather."""
+        zero, traits = self.layout.zero, self.traits
+        behind_backward_s, behind_forward_s = (backward_s, forward_s) if self.hides_dp else (0.0, 0.0)
+        gather_s = self.shard_group.seconds("all_gather", parameters * self._gather_bytes)
+        if zero >= 2:
+            kept = zero == 2 and traits.keeps_gathered
+            return exposed_reduction_s(gather_s, behind_forward_s) if kept else 0.0
+        if zero == 0:
+            reduce_bytes = parameters * traits.reduce_bytes
+            reduce_s = self.shard_group.seconds("all_reduce", reduce_bytes)
+            reduce_s += self.replica_group.seconds("all_reduce", reduce_bytes)
+            return exposed_reduction_s(reduce_s, behind_backward_s)
+        reduce_s = exposed_reduction_s(self._scatter_s(parameters), behind_backward_s)
+        if traits.zero1_gather == "broadcast" and self.layout.zero_shard > 1:
+            return reduce_s + gather_s + self.layout.zero_shard * self.constants["broadcast_s"]
+        return reduce_s + exposed_reduction_s(gather_s, behind_forward_s)
+
+    @property
+    def _gather_bytes(self) -> float:
+        return self.traits.fp8_gather_bytes if self.layout.fp8 else self.traits.gather_bytes
+
+    def _scatter_s(self, parameters: float) -> float:
+        reduce_bytes = parameters * self.traits.reduce_bytes
+        shares = max(1, self.layout.zero_shard)
+        return self.shard_group.seconds("reduce_scatter", reduce_bytes) + self.replica_group.seconds(
+            "all_reduce", reduce_bytes / shares
+        )
+
+    # --- the step -----------------------------------------------------------------------------------------------------
+
+    def step(
+        self, stages: Sequence[Mapping[str, float]], tails: Sequence[Mapping[str, float]], weights_s: Sequence[float]
+    ) -> dict[str, float]:
+        """Seconds of the step by part. stages: a micro-batch's parts on each stage; tails: their `tail`; weights_s:
+        their weight gradients under zero-bubble, else 0. The parts are those of the slowest stage."""
+        m, v = self.layout.micro_batches, self.layout.virtual_stages
+        totals = [sum(parts.values()) for parts in stages]
+        ends = [2 * w + sum(tail.values()) for w, tail in zip(weights_s, tails, strict=True)]
+        slowest = max(range(len(totals)), key=totals.__getitem__)
+        latest = max(range(len(ends)), key=ends.__getitem__)
+        parts = {name: m * seconds for name, seconds in stages[slowest].items()}
+        for name, seconds in tails[latest].items():
+            parts[name] = parts.get(name, 0.0) + seconds
+        in_bubble = sum(t - 2 * w for t, w in zip(totals, weights_s, strict=True))
+        parts["bubble"] = (in_bubble - totals[slowest]) / v + 2 * weights_s[latest]
+        busy = sum(parts.values())
+        parts["straggler"] = busy * (self.slowdown - 1)
+        parts["overhead"] = self.overhead_s
+        return parts
+
+    @property
+    def slowdown(self) -> float:
+        """Of a synchronous step by the slowest of many nodes."""
+        if self.cluster.device.kind != "cuda":
+            return 1.0
+        nodes = max(1.0, self.cluster.num_devices / (self.cluster.links[0].span if self.cluster.links else 1))
+        return 1 + self.constants["straggler"] * math.log2(nodes)
+
+    @property
+    def overhead_s(self) -> float:
+        """Of a step outside the model. A calibrated CPU shows none."""
+        return self.constants["step_overhead_s"] if self.cluster.device.kind == "cuda" else 0.0
+
+
+def add_parts(*parts: Mapping[str, float] | tuple[float, Mapping[str, float]]) -> dict[str, float]:
+    """Sum by name; a pair (n, parts) counts n times."""
+    total: dict[str, float] = {}
+    for entry in parts:
+        times, named = entry if isinstance(entry, tuple) else (1.0, entry)
+        for name, seconds in named.items():
+            total[name] = total.get(name, 0.0) + times * seconds
+    return total
+
+
+def exposed_reduction_s(reduce_s: float, hidden_behind_s: float, last_part: float = 0.02) -> float:
+    """A reduction that runs bucket by bucket behind compute: what is longer than it, and always the last bucket."""
+    return max(reduce_s - hidden_behind_s, reduce_s * last_part)
