@@ -114,7 +114,7 @@ def main() -> None:
         rows = [row for row in rows if row.get("source_id") == arguments.source]
         if not rows:
             parser.error(f"no row of source {arguments.source}")
-    prepared, refused = prepare_rows(rows)
+    prepared, refused = prepare_rows(rows, workers=2)
     found = report(prepared, refused, arguments.leave_one_source_out)
     found["seconds"] = time.perf_counter() - started
     if arguments.json:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import multiprocessing
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
 from typing import Any
 
 from published_rows import Row, Run, as_run
@@ -28,21 +30,56 @@ class Prepared:
     generation: str
 
 
-def prepare_rows(rows: Iterable[Row]) -> tuple[list[Prepared], dict[str, str]]:
-    """Runs that can be priced, and id -> reason of those that cannot."""
-    works: dict[Any, RunWork] = {}
-    prepared, refused = [], {}
-    for row in rows:
+def prepare_rows(rows: Iterable[Row], workers: int = 1) -> tuple[list[Prepared], dict[str, str]]:
+    """Runs that can be priced, and id -> reason of those that cannot. Every distinct block is captured once, by one of
+    `workers` processes."""
+    runs, refused = [], {}
+    for number, row in enumerate(rows):
         try:
-            run = as_run(row)
-            key = work_key(run)
-            if key not in works:
-                works[key] = run_work(run)
+            runs.append(as_run(row))
         except AutoparError as error:
-            refused[str(row.get("id"))] = str(error)
-            continue
-        prepared.append(Prepared(run, works[key], generation_of(run.cluster.device)))
+            refused[_name(row, number)] = str(error)
+    by_shape: dict[Any, dict[Any, Run]] = {}
+    for run in runs:
+        by_shape.setdefault(run.shape, {}).setdefault(work_key(run), run)
+    works = _works([list(distinct.values()) for distinct in by_shape.values()], workers)
+    prepared = []
+    for run in runs:
+        work = works[work_key(run)]
+        if isinstance(work, str):
+            refused[run.id] = work
+        else:
+            prepared.append(Prepared(run, work, generation_of(run.cluster.device)))
     return prepared, refused
+
+
+def _name(row: Row, number: int) -> str:
+    return str(row.get("id") or f"row {number + 1}")
+
+
+def _works(groups: Sequence[Sequence[Run]], workers: int) -> dict[Any, RunWork | str]:
+    if workers <= 1 or len(groups) <= workers:
+        found = map(_shape_works, groups)
+        return {key: work for works in found for key, work in works.items()}
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        return {key: work for works in pool.map(_shape_works, groups) for key, work in works.items()}
+
+
+def _shape_works(runs: Sequence[Run]) -> dict[Any, RunWork | str]:
+    """Work of runs that share a block's shape by `work_key`, or why there is none."""
+    found: dict[Any, RunWork | str] = {}
+    for run in runs:
+        try:
+            found[work_key(run)] = _portable(run_work(run))
+        except AutoparError as error:
+            found[work_key(run)] = str(error)
+    return found
+
+
+def _portable(work: RunWork) -> RunWork:
+    """Without the strategies, whose keys are nodes of this process."""
+    parts = {name: replace(getattr(work, name), strategies={}) for name in ("layer", "prologue", "epilogue")}
+    return replace(work, **parts)
 
 
 def price(prepared: Prepared, constants: Constants) -> Mapping[str, float]:
