@@ -8,46 +8,34 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from reference_models import BlockShape
+from row_facts import Row, complete, device_of, network_of
 
 import autopar.cost_model
 from autopar.cost_model.run_price import RunLayout, StackTraits, stage_layers
 from autopar.errors import SpecError
-from autopar.hardware import DEVICES
+from autopar.hardware import DEVICES, generation_of
 from autopar.mesh import Degrees
 from autopar.plan import Plan
 from autopar.specs import ClusterSpec, LinkSpec, StackSpec
 
 __all__ = ["Run", "as_run", "read_rows"]
 
-Row = Mapping[str, Any]
-
-DEVICE_OF = {
-    "A100-80G-SXM": "a100-80g", "A100-40G-SXM": "a100-40g", "A100": "a100-80g", "H100-80G-SXM": "h100",
-    "H100-96G-HBM2e-500W": "h100-500w", "B200-180G": "b200", "GB200-186G": "gb200", "GB300-288G": "gb300",
-    "V100-16G": "v100-32g",
-}  # fmt: skip
-
 NVLINK_BYTES_PER_S = {"volta": 150e9, "ampere": 300e9, "hopper": 450e9, "blackwell": 900e9}
-NVLINK_DOMAIN = {"GB200-186G": 72, "GB300-288G": 72}
-NIC_BYTES_PER_S = {"a100-80g": 25e9, "a100-40g": 25e9, "h100": 50e9, "h100-500w": 50e9, "b200": 50e9, "gb200": 50e9,
-                   "gb300": 100e9, "v100-32g": 3.125e9}  # fmt: skip
-NETWORKS = {  # text of the row -> (in-node bytes/s, network bytes/s) a device; None: as the device's usual node
-    # No switch inside those nodes, few links a pair: three of them serve a ring of eight.
-    "NVLink in node; 4 OmniPath links per 8-GPU node": (75e9, 6.25e9),
-    "800 Gb/s per node, 150 GB/s in node (their simulator setting)": (None, 12.5e9),
-    "1600 Gb/s RoCE per node": (None, 25e9),
-    "4x100 Gb/s RoCE per node": (None, 6.25e9),
-}
+NVLINK_DOMAIN = {"gb200": 72, "gb300": 72}
+NIC_BYTES_PER_S = {"a100-80g": 25e9, "a100-40g": 25e9, "h100": 50e9, "h200": 50e9, "h100-500w": 50e9, "b200": 50e9,
+                   "gb200": 50e9, "gb300": 100e9, "v100-32g": 3.125e9}  # fmt: skip
 
-_FP8 = {"fp8": None, "mxfp8": "mxfp8", "nvfp4": "nvfp4", "fp8-cs": "fp8", "fp8 linears": "fp8",
-        "fp8 tensorwise": "fp8", "fp8 rowwise": "fp8_rowwise"}  # fmt: skip
-_RECOMPUTE = {"none": "none", "full": "full", "selective (attention core)": "selective", "op-SAC": "op"}
+_FP8 = {"mxfp8": "mxfp8", "nvfp4": "nvfp4", "fp8 rowwise": "fp8_rowwise", "fp8-cs": "fp8", "fp8 linears": "fp8",
+        "fp8 tensorwise": "fp8", "fp8": None}  # fmt: skip
+"""What a stated precision starts with -> the recipe; None: the one the stack means by it."""
+
+_RECOMPUTE = {"none": "none", "full": "full", "selective": "selective", "op-": "op"}
 
 
 @dataclass(frozen=True)
@@ -72,7 +60,7 @@ class Run:
 
     @property
     def device_kind(self) -> str:
-        return DEVICE_OF[self.row["gpu"]]
+        return device_of(self.row)
 
     @property
     def device_bytes(self) -> int:
@@ -94,31 +82,49 @@ class Run:
 
 
 def read_rows(path: Path) -> list[Row]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    """Raises SpecError with file and line for what is no JSON object."""
+    rows: list[Row] = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if line.strip():
+            rows.append(_object(line, f"{path}:{number}"))
+    return rows
+
+
+def _object(line: str, where: str) -> Row:
+    try:
+        found = json.loads(line)
+    except ValueError as error:
+        raise SpecError(f"not JSON: {error}", where=where) from error
+    if not isinstance(found, dict):
+        raise SpecError("not a JSON object", where=where)
+    return found
 
 
 def as_run(row: Row) -> Run:
     """Raises SpecError with the reason if the row lacks something a price needs."""
-    needed = ("layers", "hidden", "heads", "ffn", "vocab", "seq", "gpu", "n_gpus", "tp", "pp", "dp", "mbs", "gbs")
-    missing = [name for name in needed if row.get(name) is None]
-    if missing:
-        raise SpecError(f"not stated: {', '.join(missing)}", where=str(row.get("id")))
-    if row["gpu"] not in DEVICE_OF:
-        raise SpecError(f"unknown device {row['gpu']!r}: it needs peak flops, memory, bandwidths", where=str(row["id"]))
-    if (row.get("ep") or 1) > 1:
-        raise SpecError("expert parallelism is not modelled", where=str(row["id"]))
     assumed: list[str] = []
+    row = complete(row, assumed)
+    device_of(row)
+    if (row.get("ep") or 1) > 1:
+        raise SpecError("expert parallelism is not modelled", where=row["id"])
+    if str(row.get("precision") or "").startswith(("fp32", "tf32", "fp64")):
+        raise SpecError(f"training in {row['precision']} is not modelled", where=row["id"])
     traits = _traits(row, assumed)
-    shape, cluster = _shape(row, assumed), _cluster(row, traits)
+    shape, cluster = _shape(row, assumed), _cluster(row, traits, assumed)
     layout = _layout(row, traits, assumed)
     return Run(row, shape, cluster, layout, traits, _plan(row, shape, layout), tuple(assumed))
 
 
-def _traits(row: Row, assumed: list[str]) -> StackTraits:
+@cache
+def _stacks() -> dict[str, Any]:
     path = Path(autopar.cost_model.__file__).parent / "constants" / "stacks.toml"
-    stacks = tomllib.loads(path.read_text(encoding="utf-8"))
+    return tomllib.loads(path.read_text(encoding="utf-8"))
+
+
+def _traits(row: Row, assumed: list[str]) -> StackTraits:
+    stacks = _stacks()
     name = str(row.get("framework") or "")
-    found = max((k for k in stacks if name.startswith(k)), key=len, default="default")
+    found = max((k for k in stacks if name.lower().startswith(k.lower())), key=len, default="default")
     if found == "default":
         assumed.append(f"stack {name!r} is unknown: default properties")
     values = {**stacks["default"], **stacks[found]}
@@ -145,27 +151,27 @@ def _overlap(row: Row, declared: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _shape(row: Row, assumed: list[str]) -> BlockShape:
-    vocab = row["vocab"]
-    if vocab % 8 or vocab % row["tp"]:
+    tp, vocab = row["tp"], row["vocab"]
+    for name in ("heads", "ffn"):
+        if row[name] % tp:
+            raise SpecError(f"{row[name]} {name} over tp {tp} is not whole", where=row["id"])
+    if vocab % 8 or vocab % tp:  # Megatron pads to 128 x tp; one padding for all, so that layouts stay comparable
         vocab = -(-vocab // 1024) * 1024
         assumed.append(f"vocabulary padded to {vocab}")
-    kv_heads = row.get("kv_heads") or row["heads"]
-    return BlockShape(row["hidden"], row["heads"], kv_heads, row["ffn"], bool(row["gated_mlp"]), vocab)
+    return BlockShape(row["hidden"], row["heads"], row["kv_heads"], row["ffn"], bool(row["gated_mlp"]), vocab)
 
 
-def _cluster(row: Row, traits: StackTraits) -> ClusterSpec:
-    kind = DEVICE_OF[row["gpu"]]
+def _cluster(row: Row, traits: StackTraits, assumed: list[str]) -> ClusterSpec:
+    kind = device_of(row)
     device = DEVICES[kind]
     if row.get("gpu_mem_gb"):
         device = replace(device, memory_bytes=int(row["gpu_mem_gb"] * 2**30), reserved_bytes=0)
     stack = StackSpec(attention=traits.attention, elementwise=traits.elementwise,
                       gradient_dtype="fp32" if traits.gradient_bytes == 4 else "same")  # fmt: skip
-    inside, outside = NETWORKS.get(row.get("net"), (None, None))
+    inside, outside = network_of(row, assumed)
     devices = row["n_gpus"]
-    span = NVLINK_DOMAIN.get(row["gpu"], row.get("gpus_per_node") or 8)
+    span = NVLINK_DOMAIN.get(kind, row["gpus_per_node"] or 8)
     span = span if devices % span == 0 else min(devices, _fitting(devices, span))
-    from autopar.hardware import generation_of
-
     links = []
     if span > 1:
         links.append(LinkSpec(name="nvlink", span=span, bandwidth=inside or NVLINK_BYTES_PER_S[generation_of(device)],
@@ -181,30 +187,46 @@ def _fitting(devices: int, span: int) -> int:
 
 
 def _layout(row: Row, traits: StackTraits, assumed: list[str]) -> RunLayout:
-    cp, dp = row.get("cp") or 1, row["dp"]
+    cp, dp = row["cp"], row["dp"]
     degrees = Degrees(dp=dp, cp=cp, tp=row["tp"], pp=row["pp"])
     if degrees.world_size != row["n_gpus"]:
         raise SpecError(f"degrees multiply to {degrees.world_size}, not {row['n_gpus']}", where=str(row["id"]))
     if row["gbs"] % (dp * row["mbs"]):
         raise SpecError("the global batch is no multiple of dp x micro-batch", where=str(row["id"]))
-    recompute = _RECOMPUTE.get(row.get("recompute"))
-    if recompute is None:
-        recompute = traits.recompute
-        assumed.append(f"recompute not stated: {recompute}")
-    zero = row.get("zero")
-    if zero is None:
-        zero = 2 if any("ZeRO-2" in u for u in row.get("uncertain") or ()) else 0
-        assumed.append(f"ZeRO not stated: {zero}")
-    stated = str(row.get("precision") or "")
-    low = stated if stated in _FP8 else None
+    if row["pp"] * row["vpp"] > row["layers"] + 2:  # embedding and head may count as a layer each
+        raise SpecError(f"{row['pp'] * row['vpp']} stages for {row['layers']} layers", where=str(row["id"]))
+    if row["seq"] % cp or dp * cp % (row["zero_shard_gpus"] or 1):
+        raise SpecError("cp does not divide the sequence, or the shard group dp x cp", where=str(row["id"]))
+    low = next((known for known in _FP8 if str(row.get("precision")).lower().startswith(known)), None)
+    zero = _zero(row, assumed)
     return RunLayout(
         degrees=degrees, layers=row["layers"], seq_len=row["seq"], micro_batch=row["mbs"],
-        micro_batches=row["gbs"] // (dp * row["mbs"]), virtual_stages=row.get("vpp") or 1, zero=int(zero),
-        zero_shard=int(row.get("zero_shard_gpus") or dp * cp), recompute=recompute,
+        micro_batches=row["gbs"] // (dp * row["mbs"]), virtual_stages=row["vpp"], zero=zero,
+        zero_shard=row["zero_shard_gpus"] or dp * cp, recompute=_recompute(row, traits, assumed),
         sequence_sharding=bool(row.get("sp")) and row["tp"] > 1,
         cp_exchange="all_to_all" if any("a2a" in u for u in row.get("uncertain") or ()) else "ring",
         fp8=(_FP8[low] or traits.fp8) if low else None,
     )  # fmt: skip
+
+
+def _recompute(row: Row, traits: StackTraits, assumed: list[str]) -> str:
+    stated = row.get("recompute")
+    found = next((mode for known, mode in _RECOMPUTE.items() if str(stated).lower().startswith(known)), None)
+    if stated is not None and found is not None:
+        return found
+    assumed.append(f"recompute {'not stated' if stated is None else f'{stated!r} is unknown'}: {traits.recompute}")
+    return traits.recompute
+
+
+def _zero(row: Row, assumed: list[str]) -> int:
+    stated = row.get("zero")
+    if stated is None:
+        found = 2 if any("ZeRO-2" in u for u in row.get("uncertain") or ()) else 0
+        assumed.append(f"ZeRO not stated: {found}")
+        return found
+    if stated not in (0, 1, 2, 3):
+        raise SpecError(f"ZeRO level {stated!r} is not one of 0, 1, 2, 3", where=str(row["id"]))
+    return int(stated)
 
 
 def _plan(row: Row, shape: BlockShape, layout: RunLayout) -> Plan:

@@ -23,6 +23,7 @@ from row_prices import Prepared, memory, prepare_rows, price
 from scoring import Priced, memory_scores, ordering_scores, time_scores
 
 from autopar.cost_model.constant_table import Constants, load_constants
+from autopar.errors import AutoparError
 
 
 def priced_rows(prepared: Sequence[Prepared], constants: Constants) -> list[Priced]:
@@ -94,6 +95,8 @@ def print_report(found: dict[str, Any], priced: Sequence[Priced], worst: int) ->
 def _print_times(title: str, scores: dict[str, Any]) -> None:
     print(f"\n{title:31} n    mean   median     p90    bias")
     for source, s in [*scores["by_source"].items(), ("overall", scores["overall"])]:
+        if not s:
+            continue
         errors = f"{s['mean_abs_error']:7.1%} {s['median_abs_error']:8.1%} {s['p90_abs_error']:7.1%} {s['bias']:+7.1%}"
         print(f"  {source:24} {s['n']:6} {errors}")
 
@@ -109,7 +112,10 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     started = time.perf_counter()
-    rows = read_rows(arguments.data)
+    try:
+        rows = read_rows(arguments.data)
+    except (OSError, AutoparError) as error:
+        parser.error(str(error))
     if arguments.source and not arguments.leave_one_source_out:
         rows = [row for row in rows if row.get("source_id") == arguments.source]
         if not rows:

@@ -11,7 +11,7 @@ from typing import Any
 from published_rows import Row, Run, as_run
 from row_work import run_work, work_key
 
-from autopar.cost_model.constant_table import Constants, with_constants
+from autopar.cost_model.constant_table import Constants, load_constants, with_constants
 from autopar.cost_model.machine import Machine
 from autopar.cost_model.run_memory import run_memory
 from autopar.cost_model.run_price import RunWork, price_run
@@ -33,12 +33,16 @@ class Prepared:
 def prepare_rows(rows: Iterable[Row], workers: int = 1) -> tuple[list[Prepared], dict[str, str]]:
     """Runs that can be priced, and id -> reason of those that cannot. Every distinct block is captured once, by one of
     `workers` processes."""
-    runs, refused = [], {}
-    for number, row in enumerate(rows):
+    runs: list[Run] = []
+    refused: dict[str, str] = {}
+    for number, row in enumerate(rows, 1):
+        name = str(row.get("id") or f"row {number}")
+        if name in refused or any(run.id == name for run in runs):
+            name = f"{name} (row {number})"
         try:
-            runs.append(as_run(row))
+            runs.append(as_run({**row, "id": name}))
         except AutoparError as error:
-            refused[_name(row, number)] = str(error)
+            refused[name] = str(error)
     by_shape: dict[Any, dict[Any, Run]] = {}
     for run in runs:
         by_shape.setdefault(run.shape, {}).setdefault(work_key(run), run)
@@ -48,13 +52,23 @@ def prepare_rows(rows: Iterable[Row], workers: int = 1) -> tuple[list[Prepared],
         work = works[work_key(run)]
         if isinstance(work, str):
             refused[run.id] = work
+            continue
+        candidate = Prepared(run, work, generation_of(run.cluster.device))
+        reason = _unpriced(candidate)
+        if reason:
+            refused[run.id] = reason
         else:
-            prepared.append(Prepared(run, work, generation_of(run.cluster.device)))
+            prepared.append(candidate)
     return prepared, refused
 
 
-def _name(row: Row, number: int) -> str:
-    return str(row.get("id") or f"row {number + 1}")
+def _unpriced(prepared: Prepared) -> str:
+    """Why the run has no price: a device without the precision, a recipe without a constant."""
+    try:
+        price(prepared, load_constants())
+    except AutoparError as error:
+        return str(error)
+    return ""
 
 
 def _works(groups: Sequence[Sequence[Run]], workers: int) -> dict[Any, RunWork | str]:

@@ -74,10 +74,15 @@ class GenerationConstants:
         return self.values.get(name, default)
 
     def peak(self, device: DeviceSpec, dtype: str) -> float:
-        """Peak of `dtype`; a four-bit peak is a multiple of the fp8 one, as DeviceSpec knows no such dtype."""
-        if dtype == "nvfp4":
-            return device.flops["fp8"] * self["fp4_over_fp8"]
-        return device.flops[dtype]
+        """Peak of `dtype`; a four-bit peak is a multiple of the fp8 one, as DeviceSpec knows no such dtype. Raises
+        SpecError if the device has none."""
+        known, factor = ("fp8", self["fp4_over_fp8"]) if dtype == "nvfp4" else (dtype, 1.0)
+        if known not in device.flops:
+            raise SpecError(
+                f"{device.name} has no peak rate in {known}", where="device.flops",
+                try_=f"{known}_flops, or one of {', '.join(sorted(device.flops))}",
+            )  # fmt: skip
+        return device.flops[known] * factor
 
 
 @dataclass(frozen=True)

@@ -67,10 +67,10 @@ class Machine:
     ) -> Machine:
         """`dtype` is the name of the compute dtype, `fp8` one of the recipes of constants/stacks.toml.
 
-        Raises KeyError if the device has no peak for the dtype.
+        Raises SpecError if the device has no peak for the dtype.
         """
         table = (constants or load_constants()).of(device)
-        peak = device.flops[dtype] * device.power_derate
+        peak = table.peak(device, dtype) * device.power_derate
         cuda = device.kind == "cuda"
         rate = None
         if fp8 is not None:

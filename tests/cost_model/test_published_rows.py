@@ -81,13 +81,63 @@ def test_recomputation_is_seen(priced: dict[str, Any]) -> None:
 def test_no_row_drops_out_silently() -> None:
     from row_prices import prepare_rows
 
-    faults: dict[str, dict[str, Any]] = {"ep": {"ep": 8}, "gpu": {"gpu": "Z9"}, "n": {"tp": None}, "dp": {"dp": 3}}
+    faults: dict[str, dict[str, Any]] = {"ep": {"ep": 8}, "gpu": {"gpu": "Z9"}, "n": {"seq": None}, "dp": {"dp": 3}}
     bad = [ROWS[0] | fault | {"id": f"x/{name}"} for name, fault in faults.items()]
     prepared, refused = prepare_rows(bad)
     assert not prepared
     assert set(refused) == {"x/ep", "x/gpu", "x/n", "x/dp"}
     assert "peak flops" in refused["x/gpu"]
-    assert "tp" in refused["x/n"]
+    assert "seq" in refused["x/n"]
+
+
+def test_what_follows_from_other_fields_is_worked_out() -> None:
+    from published_rows import as_run
+
+    row = ROWS[1]
+    bare = {k: v for k, v in row.items() if k not in ("dp", "gbs", "cp", "ep", "extra", "overlap", "uncertain", "net")}
+    run, whole = as_run(bare | {"n_micro": 64, "tokens_per_s_per_gpu": 100.0, "step_time_s": None}), as_run(row)
+    assert run.layout == whole.layout
+    assert run.step_s == pytest.approx(64 * 2048 / (100.0 * 64))
+    unknown = as_run(row | {"framework": "Somebody's own 0.1", "recompute": None, "ffn": None, "vocab": None})
+    assert {text.split()[0] for text in unknown.assumed} >= {"stack", "recompute", "ffn", "vocabulary"}
+    assert unknown.shape.ffn == 4 * row["hidden"]
+
+
+@pytest.mark.parametrize("value", [float("nan"), -1, 0, "8", 3.5, True])
+@pytest.mark.parametrize("field", ["layers", "tp", "seq", "mbs"])
+def test_what_is_no_count_is_refused_with_its_field(field: str, value: object) -> None:
+    from row_prices import prepare_rows
+
+    _, refused = prepare_rows([ROWS[0] | {field: value}])
+    assert f"{field}: must be a positive integer" in refused["seqsel/full"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ({"precision": "fp32"}, "fp32"), ({"precision": "fp8"}, "no peak rate in fp8"), ({"zero": 7}, "ZeRO level 7"),
+        ({"kv_heads": 7}, "key-value"), ({"step_time_s": None}, "nothing measured"), ({"vpp": 99}, "792 stages for 96 layers"),
+    ],
+)  # fmt: skip
+def test_rows_without_a_price_say_why(fault: dict[str, Any], reason: str) -> None:
+    from row_prices import prepare_rows
+
+    prepared, refused = prepare_rows([ROWS[0] | fault, ROWS[0] | fault])
+    assert not prepared
+    assert len(refused) == 2, "rows of one name do not hide each other"
+    assert all(reason in text for text in refused.values())
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"),
+    [("4x100 Gb/s RoCE per node", 6.25e9), ("1600 Gb/s RoCE per node", 25e9), ("400 Gb/s per GPU", 50e9), ("?", None)],
+)
+def test_networks_are_read(text: str, rate: float | None) -> None:
+    from row_facts import network_of
+
+    assumed: list[str] = []
+    assert network_of({"net": text, "gpu": "A100", "n_gpus": 64}, assumed)[1] == rate
+    assert bool(assumed) == (rate is None)
 
 
 def test_scores(priced: dict[str, Any]) -> None:
