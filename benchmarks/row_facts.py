@@ -37,18 +37,7 @@ def complete(row: Row, assumed: list[str]) -> dict[str, Any]:
     full = {**row, "id": where, "source_id": str(row.get("source_id") or "source not stated")}
     for name in (*_COUNTS, *_FIGURES):
         full[name] = _number(full.get(name), name in _COUNTS, f"{where}: {name}")
-    for name in ("overlap", "extra"):
-        full[name] = full.get(name) or {}
-        if not isinstance(full[name], Mapping):
-            assumed.append(f"{name} {full[name]!r} is no object: left out")
-            full[name] = {}
-    if not isinstance(full.get("uncertain"), list):
-        full["uncertain"] = []
-    for name in ("precision", "framework", "recompute", "mem_kind", "tier", "oom"):
-        full.setdefault(name, None)
-    for name in ("tp", "pp", "cp", "vpp", "ep"):
-        if full[name] is None:
-            full[name] = 1
+    _complete_optional(full, assumed)
     _complete_degrees(full)
     _complete_batch(full)
     missing = [name for name in _NEEDED if full.get(name) is None]
@@ -60,6 +49,20 @@ def complete(row: Row, assumed: list[str]) -> dict[str, Any]:
     if not (full["step_time_s"] or full["peak_mem_gib"] or full["oom"]):
         raise SpecError("nothing measured: no step time, tokens/s, peak memory or oom", where=where)
     return full
+
+
+def _complete_optional(full: dict[str, Any], assumed: list[str]) -> None:
+    for name in ("overlap", "extra"):
+        full[name] = full.get(name) or {}
+        if not isinstance(full[name], Mapping):
+            assumed.append(f"{name} {full[name]!r} is no object: left out")
+            full[name] = {}
+    if not isinstance(full.get("uncertain"), list):
+        full["uncertain"] = []
+    for name in ("precision", "framework", "recompute", "mem_kind", "tier", "oom"):
+        full.setdefault(name, None)
+    for name in ("tp", "pp", "cp", "vpp", "ep"):
+        full[name] = full[name] or 1
 
 
 def _number(value: Any, whole: bool, where: str) -> Any:

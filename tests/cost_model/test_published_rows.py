@@ -116,7 +116,7 @@ def test_what_is_no_count_is_refused_with_its_field(field: str, value: object) -
     ("fault", "reason"),
     [
         ({"precision": "fp32"}, "fp32"), ({"precision": "fp8"}, "no peak rate in fp8"), ({"zero": 7}, "ZeRO level 7"),
-        ({"kv_heads": 7}, "key-value"), ({"step_time_s": None}, "nothing measured"), ({"vpp": 99}, "792 stages for 96 layers"),
+        ({"kv_heads": 7}, "key-value"), ({"step_time_s": None}, "nothing measured"), ({"vpp": 99}, "792 stages"),
     ],
 )  # fmt: skip
 def test_rows_without_a_price_say_why(fault: dict[str, Any], reason: str) -> None:
