@@ -61,6 +61,8 @@ class Plan:
     ops                op key pattern (`module.path::aten_op#ordinal`) -> strategy "in, in -> out", where the
                        propagation rule would do otherwise
     checkpoint         layer path pattern -> one of CHECKPOINT_MODES; a layer not named is "none"
+    checkpoint_segment consecutive "full" layers of a stage are recomputed together, that many at a time: only the
+                       input of the first is kept
     zero               ZeRO level over dp
     context_parallel   how attention reads the keys of other cp ranks: one of CONTEXT_PARALLEL
     precision          "fp64", "fp32", "bf16" (pure) or "bf16-mixed" (fp32 master weights)
@@ -81,6 +83,7 @@ class Plan:
     parameters: Mapping[str, str] = field(default_factory=dict)
     ops: Mapping[str, str] = field(default_factory=dict)
     checkpoint: Mapping[str, str] = field(default_factory=dict)
+    checkpoint_segment: int = 1
     zero: int = 0
     context_parallel: str = "ring"
     precision: str = "fp32"

@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
-CHECKPOINT_MODES = ("none", "selective", "full")
+CHECKPOINT_MODES = ("none", "selective", "selective-ops", "full")
 CONTEXT_PARALLEL = ("ring", "all-gather", "all-to-all")
 PRECISIONS = ("fp64", "fp32", "bf16", "fp16", "bf16-mixed")
 MOST_LAYERS = 100_000
@@ -63,7 +63,7 @@ def check_types(plan: Plan) -> None:
     """Before the fields are frozen: each is of its documented type. Raises SpecError naming the key."""
     if not isinstance(plan.degrees, Degrees):
         raise SpecError(f"must be Degrees, not {shown(plan.degrees)}", where="degrees")
-    for name in ("global_batch", "seq_len", "micro_batch", "virtual_stages"):
+    for name in ("global_batch", "seq_len", "micro_batch", "virtual_stages", "checkpoint_segment"):
         require_count(getattr(plan, name), name)
     _require_in("schedule", plan.schedule, SCHEDULES)
     _require_in("zero", plan.zero, (0, 1, 2, 3))

@@ -4,7 +4,8 @@ what a rank really issues.
 Read off the placements that the plan implies (`propagate`), without rewriting a graph:
 
 - an argument that does not lie as its op wants costs one conversion a segment and micro-batch, forward and backward
-- a recomputed layer repeats its forward conversions up to its last saved tensor; torch stops there
+- a recomputed layer repeats its forward conversions up to its last saved tensor, where torch stops, but for those of
+  outputs that were kept
 - a sum over a sharded vocabulary, attention over a cut sequence, and what crosses stages come on top
 - once a step: gradients over dp, of replicated parameters over tp and cp, of tied parameters over their stages; the
   number of tokens and the loss
@@ -28,6 +29,7 @@ from autopar.cost_model.sharding_rules import LOSSES
 from autopar.ir import TracedModel
 from autopar.placement import CONVERSIONS, REPLICATE, Placement, Shard
 from autopar.plan import Plan
+from autopar.recomputation import kept_products, recomputed_together
 
 __all__ = ["Collectives", "step_collectives"]
 
@@ -61,6 +63,20 @@ class _Conversion:
     position: int
 
 
+@dataclass(frozen=True)
+class _Again:
+    """The second run of a layer: up to `stop` (an index of execution), without the outputs it `keeps`; or of its
+    attention core alone."""
+
+    stop: int
+    keeps: frozenset[fx.Node] = frozenset()
+    core: bool = False
+
+    def repeats(self, source: fx.Node, position: int) -> bool:
+        """True for the conversion of `source` for a reader at `position`."""
+        return position < self.stop and source not in self.keeps
+
+
 class _Stage:
     def __init__(self, traced: TracedModel, plan: Plan, stage: int) -> None:
         self.traced, self.plan, self.stage = traced, plan, stage
@@ -77,13 +93,13 @@ class _Stage:
         }
 
     def collectives(self) -> Collectives:
-        repeated_to = self._recomputed_segments()
+        again = self._run_again()
         for axis, layout in self.layouts.items():
             for conversion in self._conversions(layout, axis):
-                self._count_conversion(conversion, axis, repeated_to)
+                self._count_conversion(conversion, axis, again)
         for node in self.nodes:
             self._count_loss(node)
-            self._count_attention(node, repeated_to)
+            self._count_attention(node, again)
         self._count_boundaries()
         self._count_gradients()
         self._count_control()
@@ -119,11 +135,11 @@ class _Stage:
     def _read_outside(self, node: fx.Node) -> bool:
         return any(u.meta.get("segment") != node.meta["segment"] and u in self.live for u in node.users)
 
-    def _count_conversion(self, c: _Conversion, axis: str, repeated_to: Mapping[int, int]) -> None:
+    def _count_conversion(self, c: _Conversion, axis: str, again: Mapping[int, _Again]) -> None:
         forward, backward = CONVERSIONS[c.have.kind, c.wanted.kind]
         nbytes, m = self._bytes(c.source, axis), self.plan.micro_batches
-        again = c.position < repeated_to.get(c.segment, -1)
-        self._add("activations", forward, axis, nbytes, m * (1 + again))
+        repeated = c.segment in again and again[c.segment].repeats(c.source, c.position)
+        self._add("activations", forward, axis, nbytes, m * (1 + repeated))
         if c.source.meta.get("grad"):
             self._add("activations", backward, axis, nbytes, m)
 
@@ -140,34 +156,46 @@ class _Stage:
         for rows in (1, 3 if smoothing else 2):
             self._add("activations", "all_reduce", "tp", rows * tokens * width, self.plan.micro_batches)
 
-    def _count_attention(self, node: fx.Node, repeated_to: Mapping[int, int]) -> None:
+    def _count_attention(self, node: fx.Node, again: Mapping[int, _Again]) -> None:
         """Keys and values of the other cp ranks, as autopar.runtime.attention moves them."""
         cp, layout = self.plan.degrees.cp, self.layouts.get("cp")
         if op_name(node) != ATTENTION or layout is None or layout.strategy[node].inputs[1] != Shard(2):
             return
         query, keys = self._local_bytes(node.all_input_nodes[0]), self._local_bytes(node.all_input_nodes[1])
-        m = self.plan.micro_batches
-        forward = m * (1 + (self.position[node] < repeated_to.get(node.meta["segment"], -1)))
-        kind = self.plan.context_parallel
+        m, kind = self.plan.micro_batches, self.plan.context_parallel
+        second = again.get(node.meta["segment"])
+        whole = second is not None and self.position[node] < second.stop and (kind == "all-to-all" or not second.keeps)
+        core = second is not None and second.core
+        forward = m * (1 + (whole or core))
         if kind == "ring":
             self._add("activations", "send", "cp", 2 * keys, forward * (cp - 1) + m * (2 * cp - 1))
         elif kind == "all-gather":
             self._add("activations", "all_gather", "cp", 2 * keys * cp, forward + m)
             self._add("activations", "reduce_scatter", "cp", 2 * keys * cp, m)
-        else:
-            for nbytes in (query, keys):
-                self._add("activations", "all_to_all", "cp", nbytes * cp, 2 * (forward + m))
+        else:  # the result's exchange saves no tensor, so a core alone stops before it
+            self._add("activations", "all_to_all", "cp", query * cp, 2 * (forward + m) - m * core)
+            self._add("activations", "all_to_all", "cp", keys * cp, 2 * (forward + m))
 
-    def _recomputed_segments(self) -> dict[int, int]:
-        """Segment that runs again -> position of its last op that saves a tensor, where the second run stops."""
-        sizes = ElementSizes(torch.float32, torch.float32)
-        stops: dict[int, int] = {}
+    def _run_again(self) -> dict[int, _Again]:
+        """By segment, what a second run repeats."""
+        found: dict[int, _Again] = {}
         for segment in self.traced.layers:
-            if self.home[segment.index] == self.stage and self.plan.checkpoint_mode(segment.path) == "full":
-                nodes = [n for n in self.nodes if n.meta["segment"] == segment.index]
-                kept = kept_tensors(nodes, sizes)
-                stops[segment.index] = max((self.position[k.keeper] for k in kept), default=-1) + 1
-        return stops
+            mode = self.plan.checkpoint_mode(segment.path)
+            if self.home[segment.index] != self.stage or mode == "none":
+                continue
+            nodes = [n for n in self.nodes if n.meta["segment"] == segment.index]
+            keeps = frozenset().union(*kept_products(nodes)) if mode == "selective-ops" else frozenset()
+            stop = -1 if mode == "selective" else self._last_saving(nodes) + 1
+            found[segment.index] = _Again(stop, keeps, core=mode == "selective")
+        for group in recomputed_together(self.traced.segments, self.plan):
+            for segment in group[:-1]:  # what follows in the group needs all of it
+                if segment.index in found:
+                    found[segment.index] = _Again(len(self.position))
+        return found
+
+    def _last_saving(self, nodes: list[fx.Node]) -> int:
+        kept = kept_tensors(nodes, ElementSizes(torch.float32, torch.float32))
+        return max((self.position[k.keeper] for k in kept), default=-1)
 
     def _count_boundaries(self) -> None:
         """Tensors made on this stage or before for a later one, and the gradients that come back."""

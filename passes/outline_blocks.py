@@ -17,7 +17,7 @@ from torch import fx
 
 from autopar.ir import Segment
 
-__all__ = ["attribute", "outline_blocks"]
+__all__ = ["attribute", "outline", "outline_blocks"]
 
 
 def outline_blocks(graph_module: fx.GraphModule, segments: Sequence[Segment]) -> fx.GraphModule:
@@ -42,28 +42,31 @@ def attribute(module: Any, path: str) -> Any:
 
 
 def _outline(graph_module: fx.GraphModule, segment: Segment, name: str) -> None:
-    graph = graph_module.graph
-    inside = [n for n in graph.nodes if n.op == "call_function" and n.meta.get("segment") == segment.index]
-    if not inside:
-        return
-    members = set(inside)
+    inside = [n for n in graph_module.graph.nodes if n.op == "call_function" and n.meta.get("segment") == segment.index]
+    if inside:
+        outline(graph_module, inside, name, {"segment": segment.index, "path": segment.path})
+
+
+def outline(graph_module: fx.GraphModule, inside: list[fx.Node], name: str, meta: dict[str, Any]) -> fx.GraphModule:
+    """Make `inside`, nodes in order that nothing from outside interrupts, a submodule `name`; return it.
+
+    `meta` says of the call what does not follow from its outputs. Nodes are copied with their metadata.
+    """
+    graph, members = graph_module.graph, set(inside)
     sources = dict.fromkeys(s for n in inside for s in n.all_input_nodes if s not in members)
     inputs = [s for s in sources if s.op != "get_attr"]
     outputs = [n for n in inside if any(u not in members for u in n.users)]
     block = _block_graph(inside, list(sources), outputs)
-    tensors = {str(s.target): attribute(graph_module, str(s.target)) for s in sources if s.op == "get_attr"}
-    graph_module.add_submodule(name, fx.GraphModule(tensors, block, "Block"))
+    owned = [str(n.target) for n in (*sources, *inside) if n.op in ("get_attr", "call_module")]
+    block_module = fx.GraphModule({path: attribute(graph_module, path) for path in owned}, block, "Block")
+    graph_module.add_submodule(name, block_module)
     with graph.inserting_after(inside[-1]):
         call = graph.call_module(name, tuple(inputs))
-    call.meta = {
-        "segment": segment.index,
-        "path": segment.path,
-        "shape": None,
-        "grad": any(o.meta["grad"] for o in outputs),
-    }
+    call.meta = {**meta, "shape": None, "grad": any(o.meta["grad"] for o in outputs)}
     _replace_outputs(graph, call, outputs, members)
     for node in reversed(inside):
         graph.erase_node(node)
+    return block_module
 
 
 def _block_graph(inside: list[fx.Node], sources: list[fx.Node], outputs: list[fx.Node]) -> fx.Graph:

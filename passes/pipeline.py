@@ -41,7 +41,7 @@ PASSES: tuple[tuple[str, Rewrite], ...] = (
     ("localize_shapes", lambda traced, plan: localize_shapes(traced.graph_module, plan.degrees.tp)),
     ("native_gqa", lambda traced, plan: native_gqa(traced.graph_module)),
     ("outline_blocks", lambda traced, plan: outline_blocks(traced.graph_module, traced.segments)),
-    ("checkpoint_blocks", lambda traced, plan: checkpoint_blocks(traced.graph_module, plan)),
+    ("checkpoint_blocks", lambda traced, plan: checkpoint_blocks(traced.graph_module, traced.segments, plan)),
 )
 """Rewrites of the whole graph; split_stages then maps it to a graph a stage."""
 

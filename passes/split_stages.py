@@ -12,14 +12,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from torch import fx, nn
+from torch import fx
 
 from autopar.errors import PassError, PlanMismatchError
 from autopar.ir import ParameterShard, Segment, StageGraph, TracedModel
 from autopar.passes.outline_blocks import attribute
 from autopar.placement import REPLICATE
 from autopar.plan import Plan
-from autopar.runtime.stage import CheckpointedBlock
+from autopar.runtime.recompute import CheckpointedBlock
 
 __all__ = ["split_stages", "stage_of_segments"]
 
@@ -192,14 +192,14 @@ def _state_of(module: fx.GraphModule, traced: TracedModel) -> tuple[dict[str, Pa
     return parameters, buffers
 
 
-def _graphs(module: fx.GraphModule) -> list[tuple[str, fx.Graph]]:
-    found = [("", module.graph)]
+def _graphs(module: fx.GraphModule, prefix: str = "") -> list[tuple[str, fx.Graph]]:
+    """Every graph below `module`, itself included, with the path at which its attributes are found."""
+    found = [(prefix, module.graph)]
     for node in module.graph.nodes:
         if node.op == "call_module":
-            block: nn.Module = attribute(module, str(node.target))
-            prefix = f"{node.target}."
+            block, path = attribute(module, str(node.target)), f"{prefix}{node.target}."
             if isinstance(block, CheckpointedBlock):
-                block, prefix = block.block, f"{prefix}block."
+                block, path = block.block, f"{path}block."
             assert isinstance(block, fx.GraphModule)
-            found.append((prefix, block.graph))
+            found += _graphs(block, path)
     return found

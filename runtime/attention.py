@@ -15,6 +15,7 @@ the queries sees all of it).
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from torch.autograd.function import once_differentiable
 from autopar.runtime.attention_block import block_backward, block_forward, merge
 from autopar.runtime.collectives import resolve_group
 from autopar.runtime.sequence import from_zigzag, to_zigzag
+from autopar.runtime.tape import KeptOutput
 
 __all__ = ["KINDS", "context_attention", "query_key_pairs"]
 
@@ -33,25 +35,35 @@ KINDS = ("ring", "all-gather", "all-to-all")
 
 
 def context_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: float | None = None, kind: str = "ring", group: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    is_causal: bool,
+    scale: float | None = None,
+    kind: str = "ring",
+    group: str,
+    kept: KeptOutput | None = None,
 ) -> Tensor:
     """Attention of this rank's queries [b, h, s/n, d] to the keys [b, g, s/n, d] of all ranks; result [b, h, s/n, d].
 
     Key/value heads may be fewer (h / g query heads share one); they travel as they are.
 
-    Causal sequences lie in zigzag order, others in their own. Raises ValueError for an unknown kind, or heads that
+    Causal sequences lie in zigzag order, others in their own. What `kept` holds is not computed again.
+
+    Raises ValueError for an unknown kind, or heads that
     all-to-all cannot share out.
     """
     process_group = resolve_group(group)
     if process_group.size() == 1:
         grouped = k.shape[1] != q.shape[1]
-        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=grouped)
+        with kept or nullcontext():
+            return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=grouped)
     if kind == "all-to-all":
-        return _all_to_all(q, k, v, is_causal, scale, process_group)
+        return _all_to_all(q, k, v, is_causal, scale, process_group, kept)
     if kind not in KINDS:
         raise ValueError(f"{kind!r} is not one of {', '.join(KINDS)}")
-    function = _Ring if kind == "ring" else _Gathered
-    result: Tensor = function.apply(q, k, v, is_causal, scale, process_group)
+    result: Tensor = _OverRanks.apply(q, k, v, is_causal, scale, process_group, kind, kept)
     return result
 
 
@@ -116,41 +128,65 @@ def _block_gradients(
     return dkv
 
 
-class _Ring(torch.autograd.Function):
+class _OverRanks(torch.autograd.Function):
+    """Attention to the keys of all ranks, by ring or by all-gather: they differ in how K and V come and go."""
+
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, group: dist.ProcessGroup
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        causal: bool,
+        scale: float | None,
+        group: dist.ProcessGroup,
+        kind: str,
+        kept: KeptOutput | None,
     ) -> Tensor:
-        rank, ranks = group.rank(), group.size()
         q, kv = q.contiguous(), torch.stack([k, v])
-        ctx.causal, ctx.scale, ctx.group = causal, scale, group
-        result, own = _Accumulated(q), kv
-        for step in range(ranks):
-            arriving = _Hop(kv, group) if step < ranks - 1 else None
-            result.add(q, kv[0], kv[1], _parts(q, rank, (rank - step) % ranks, causal), scale)
-            kv = arriving.wait() if arriving is not None else kv
-        out = result.out.to(q.dtype)
-        ctx.save_for_backward(q, own, out, result.lse)
+        ctx.options, ctx.kind = (causal, scale, group), kind
+        run = _ring if kind == "ring" else _gathered
+        compute = lambda: run(q, kv, causal, scale, group)  # noqa: E731
+        out, lse = kept.once(compute) if kept is not None else compute()
+        ctx.save_for_backward(q, kv, out, lse)
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
-        q, kv, out, lse = ctx.saved_tensors
-        group, rank, ranks = ctx.group, ctx.group.rank(), ctx.group.size()
-        dq = torch.zeros_like(q)
-        travelling: _Hop | None = None  # the gradient of a block follows the block, one step behind
-        for step in range(ranks):
-            arriving = _Hop(kv, group) if step < ranks - 1 else None
-            where = _parts(q, rank, (rank - step) % ranks, ctx.causal)
-            dkv = _block_gradients(grad, q, kv, out, lse, where, ctx.scale, dq)
-            if travelling is not None:
-                dkv += travelling.wait()
-            travelling = _Hop(dkv, group)
-            kv = arriving.wait() if arriving is not None else kv
-        assert travelling is not None
-        dkv = travelling.wait()
-        return dq, dkv[0], dkv[1], None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        run = _ring_gradients if ctx.kind == "ring" else _gathered_gradients
+        dq, dkv = run(grad, *ctx.saved_tensors, *ctx.options)
+        return dq, dkv[0], dkv[1], None, None, None, None, None
+
+
+def _ring(q: Tensor, kv: Tensor, causal: bool, scale: float | None, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """(output in q's dtype, log-sum-exp) of the rows of `q`; `kv` [2, b, g, s/n, d] travels round the ring."""
+    rank, ranks = group.rank(), group.size()
+    result = _Accumulated(q)
+    for step in range(ranks):
+        arriving = _Hop(kv, group) if step < ranks - 1 else None
+        result.add(q, kv[0], kv[1], _parts(q, rank, (rank - step) % ranks, causal), scale)
+        kv = arriving.wait() if arriving is not None else kv
+    return result.out.to(q.dtype), result.lse
+
+
+def _ring_gradients(
+    grad: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor,
+    causal: bool, scale: float | None, group: dist.ProcessGroup,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    rank, ranks = group.rank(), group.size()
+    dq = torch.zeros_like(q)
+    travelling: _Hop | None = None  # the gradient of a block follows the block, one step behind
+    for step in range(ranks):
+        arriving = _Hop(kv, group) if step < ranks - 1 else None
+        where = _parts(q, rank, (rank - step) % ranks, causal)
+        dkv = _block_gradients(grad, q, kv, out, lse, where, scale, dq)
+        if travelling is not None:
+            dkv += travelling.wait()
+        travelling = _Hop(dkv, group)
+        kv = arriving.wait() if arriving is not None else kv
+    assert travelling is not None
+    return dq, travelling.wait()
 
 
 class _Hop:
@@ -172,36 +208,28 @@ class _Hop:
         return self._received
 
 
-class _Gathered(torch.autograd.Function):
-    """All-gather of K and V forward, reduce-scatter of their gradients backward."""
+def _gathered(
+    q: Tensor, kv: Tensor, causal: bool, scale: float | None, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor]:
+    """As `_ring`, with all of K and V gathered at once."""
+    blocks, result = _gather(kv, group), _Accumulated(q)
+    for source in range(group.size()):
+        result.add(q, blocks[source][0], blocks[source][1], _parts(q, group.rank(), source, causal), scale)
+    return result.out.to(q.dtype), result.lse
 
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, group: dist.ProcessGroup
-    ) -> Tensor:
-        rank, q, kv = group.rank(), q.contiguous(), torch.stack([k, v])
-        ctx.causal, ctx.scale, ctx.group = causal, scale, group
-        blocks = _gather(kv, group)
-        result = _Accumulated(q)
-        for source in range(group.size()):
-            result.add(q, blocks[source][0], blocks[source][1], _parts(q, rank, source, causal), scale)
-        out = result.out.to(q.dtype)
-        ctx.save_for_backward(q, kv, out, result.lse)
-        return out
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
-        q, kv, out, lse = ctx.saved_tensors
-        group, rank, dq = ctx.group, ctx.group.rank(), torch.zeros_like(q)
-        blocks = _gather(kv, group)
-        shares = torch.empty_like(blocks)
-        for source in range(group.size()):
-            where = _parts(q, rank, source, ctx.causal)
-            shares[source] = _block_gradients(grad, q, blocks[source], out, lse, where, ctx.scale, dq)
-        dkv = torch.empty_like(kv)
-        dist.reduce_scatter_tensor(dkv.flatten(), shares.flatten(), group=group)
-        return dq, dkv[0], dkv[1], None, None, None
+def _gathered_gradients(
+    grad: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor,
+    causal: bool, scale: float | None, group: dist.ProcessGroup,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    blocks, dq = _gather(kv, group), torch.zeros_like(q)
+    shares = torch.empty_like(blocks)
+    for source in range(group.size()):
+        where = _parts(q, group.rank(), source, causal)
+        shares[source] = _block_gradients(grad, q, blocks[source], out, lse, where, scale, dq)
+    dkv = torch.empty_like(kv)
+    dist.reduce_scatter_tensor(dkv.flatten(), shares.flatten(), group=group)
+    return dq, dkv
 
 
 def _gather(kv: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -210,7 +238,10 @@ def _gather(kv: Tensor, group: dist.ProcessGroup) -> Tensor:
     return blocks
 
 
-def _all_to_all(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, group: dist.ProcessGroup) -> Tensor:
+def _all_to_all(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, group: dist.ProcessGroup,
+    kept: KeptOutput | None,
+) -> Tensor:  # fmt: skip
     """Whole sequence for h/n heads, attention there, and back."""
     ranks = group.size()
     for name, heads in (("query", q.shape[1]), ("key/value", k.shape[1])):
@@ -218,7 +249,10 @@ def _all_to_all(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | No
             raise ValueError(f"{heads} {name} heads do not divide over {ranks} ranks; use ring or all-gather")
     whole_q, whole_k, whole_v = (_Exchange.apply(x, True, causal, group) for x in (q, k, v))
     grouped = k.shape[1] != q.shape[1]
-    out = F.scaled_dot_product_attention(whole_q, whole_k, whole_v, is_causal=causal, scale=scale, enable_gqa=grouped)
+    with kept or nullcontext():
+        out = F.scaled_dot_product_attention(
+            whole_q, whole_k, whole_v, is_causal=causal, scale=scale, enable_gqa=grouped
+        )
     result: Tensor = _Exchange.apply(out, False, causal, group)
     return result
 

@@ -121,7 +121,8 @@ def _bind_graph(graph: fx.Graph, groups: Mapping[str, str], wide: Collection[str
         named = {k: v for k, v in node.kwargs.items() if k in ("group", "cuts")} if node.op == "call_function" else {}
         bound = fx.node.map_aggregate(named, lambda a: groups.get(a, a) if isinstance(a, str) else a)
         if bound != named:
-            if node.target is convert and named.get("group") in wide:
+            converts = node.target is convert or convert.__name__ in node.args[:2]  # itself, or kept on a tape
+            if converts and named.get("group") in wide:
                 bound = {**bound, "wide": True}
             node.kwargs = {**node.kwargs, **bound}
             changed = True

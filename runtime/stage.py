@@ -8,29 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils.checkpoint import checkpoint
 
 from autopar.runtime import collectives
 from autopar.runtime.dropout import attention_with_dropout, seeded_dropout
+from autopar.runtime.recompute import keep_output
 
-__all__ = ["CheckpointedBlock", "localize", "set_training"]
-
-
-class CheckpointedBlock(nn.Module):
-    """Runs a block and keeps only its inputs for backward, which runs the block again.
-
-    The random state is restored for the second run, so dropout drops the same elements; collectives inside the block
-    are repeated, by every rank alike.
-    """
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
-
-    def forward(self, *args: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return self.block(*args)
-        return checkpoint(self.block, *args, use_reentrant=False, preserve_rng_state=True)
+__all__ = ["localize", "set_training"]
 
 
 def localize(
@@ -98,10 +81,15 @@ def _set_dropout(node: fx.Node, training: bool) -> None:
     aten = torch.ops.aten
     if node.target in (aten.dropout.default, aten.native_dropout.default, aten.feature_dropout.default):
         node.args = (*node.args[:2], training)
-    elif node.target in (seeded_dropout, attention_with_dropout):
+    elif node.target is seeded_dropout or _is_attention_with_dropout(node):
         node.kwargs = {**node.kwargs, "training": training}
     elif node.target is aten.scaled_dot_product_attention.default and len(node.args) > _SDPA_DROPOUT:
         probability = node.meta.setdefault("train_dropout_p", node.args[_SDPA_DROPOUT])
         args = list(node.args)
         args[_SDPA_DROPOUT] = probability if training else 0.0
         node.args = tuple(args)
+
+
+def _is_attention_with_dropout(node: fx.Node) -> bool:
+    kept = node.target is keep_output and node.args[1] == attention_with_dropout.__name__
+    return kept or node.target is attention_with_dropout

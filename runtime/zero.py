@@ -25,8 +25,8 @@ from torch.utils._pytree import tree_map
 from autopar.ir import StageGraph
 from autopar.plan import Plan
 from autopar.runtime.precision import compute_dtype
+from autopar.runtime.recompute import CheckpointedBlock
 from autopar.runtime.reducer import mark_backward
-from autopar.runtime.stage import CheckpointedBlock
 from autopar.runtime.state import LocalState
 from autopar.runtime.world import World
 

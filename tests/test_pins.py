@@ -45,7 +45,7 @@ def test_pins_survive_text_and_pickle() -> None:
         ("sp=maybe", "pin sp: must be true or false"),
         ("zero=4", "pin zero: 4 is not one of 0, 1, 2, 3"),
         ("schedule=2f2b", "pin schedule: '2f2b' is not one of gpipe, 1f1b"),
-        ("checkpoint=some", "pin checkpoint: 'some' is not one of none, selective, full"),
+        ("checkpoint=some", "pin checkpoint: 'some' is not one of none, selective, selective-ops, full"),
         ("lm_head=sharded", "unknown pin 'lm_head'"),
         ("model.norm=shard(x)", "pin model.norm: not a placement"),
         ("model.norm=P", "a weight is replicated or sharded, not P"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -44,8 +45,9 @@ def _train(plan: Plan, attention: float = 0.0, seed: int = 0) -> Result:
     return losses, {n: g for n, g in pm.full_gradients().items() if g is not None}
 
 
-def _single(checkpoint: bool = False) -> Plan:
-    return plans.megatron("tiny_gpt", Degrees(), checkpoint=checkpoint, micro_batch=4)
+def _single(mode: str = "none", segment: int = 1) -> Plan:
+    plan = plans.megatron("tiny_gpt", Degrees(), micro_batch=4)
+    return plan.replace(checkpoint={"blocks.*": mode}, checkpoint_segment=segment)
 
 
 def _compare(wanted: list[Plan], reference: Result) -> list[str]:
@@ -66,18 +68,20 @@ def test_masks_do_not_depend_on_the_plan(ranks: int) -> None:
         2: [Degrees(dp=2), Degrees(tp=2), Degrees(pp=2), Degrees(cp=2)],
         4: [Degrees(dp=2, tp=2), Degrees(cp=2, tp=2), Degrees(tp=2, pp=2)],
     }[ranks]
+    layouts = [(d, sp) for d in degrees for sp in ((False, True) if d.tp > 1 else (False,))]
     wanted = [
-        plans.megatron("tiny_gpt", d, sequence_sharding=sp, checkpoint=sp, micro_batch=2)
-        for d in degrees
-        for sp in ((False, True) if d.tp > 1 else (False,))
+        plans.megatron("tiny_gpt", d, sequence_sharding=sp, micro_batch=2).replace(checkpoint={"blocks.*": mode})
+        for (d, sp), mode in zip(layouts, itertools.cycle(("selective-ops", "selective", "full")), strict=False)
     ]
     assert run_ranks(ranks, _compare, wanted, _train(_single())) == [[]] * ranks
 
 
 def test_ac_01_checkpointing_changes_no_bit_of_a_gradient() -> None:
-    plain, recomputed = _train(_single(), attention=0.3), _train(_single(checkpoint=True), attention=0.3)
-    assert plain[0] == recomputed[0]
-    assert all(torch.equal(g, recomputed[1][n]) for n, g in plain[1].items())
+    plain = _train(_single(), attention=0.3)
+    for mode, segment in (("full", 1), ("full", 3), ("selective", 1), ("selective-ops", 1)):
+        recomputed = _train(_single(mode, segment), attention=0.3)
+        assert plain[0] == recomputed[0]
+        assert all(torch.equal(g, recomputed[1][n]) for n, g in plain[1].items())
     assert plain[0][0] != plain[0][1]  # other rows, other masks
     assert _train(_single(), attention=0.3, seed=1)[0] != plain[0]
 

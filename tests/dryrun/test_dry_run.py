@@ -62,6 +62,25 @@ def test_context_parallel(llama: TracedModel, kind: str, checkpoint: bool) -> No
     assert any(row.axis == "cp" and row.purpose == "activations" for row in result.ranks[0].collectives)
 
 
+@pytest.mark.parametrize("mode", ["selective", "selective-ops", "full"])
+@pytest.mark.parametrize("kind", ["ring", "all-gather", "all-to-all"])
+def test_what_a_second_run_sends(llama: TracedModel, mode: str, kind: str) -> None:
+    plan = llama_plan(Degrees(cp=2, tp=2), sequence_sharding=kind != "ring").replace(context_parallel=kind)
+    result = dry_run_captured(plan.replace(checkpoint={"model.layers.0-2": mode}, checkpoint_segment=2), llama)
+    assert result.agrees, result.text()
+
+
+def test_selective_modes_hold_what_lies_between(llama: TracedModel) -> None:
+    def activations(mode: str, segment: int = 1) -> int:
+        plan = llama_plan(Degrees(tp=2)).replace(checkpoint={"model.layers.*": mode}, checkpoint_segment=segment)
+        memory = dry_run_captured(plan, llama, [0]).ranks[0].memory
+        return next(row.measured for row in memory if row.category == "activations")
+
+    held = [activations(mode) for mode in ("none", "selective", "selective-ops", "full")]
+    assert held == sorted(held, reverse=True)
+    assert len(set(held)) == 4
+
+
 @pytest.mark.parametrize("degrees", [Degrees(pp=4), Degrees(pp=2, tp=2), Degrees(pp=2, dp=2), Degrees(tp=4, dp=2)])
 def test_tied_weights_are_summed_over_their_stages(tied_gpt: TracedModel, degrees: Degrees) -> None:
     result = dry_run_captured(plans.megatron("tiny_gpt", degrees), tied_gpt)

@@ -26,7 +26,7 @@ from autopar.passes.split_stages import split_stages
 from autopar.passes.token_loss import sum_loss
 from autopar.plan import Plan
 from autopar.printing import format_graph
-from autopar.runtime.stage import CheckpointedBlock
+from autopar.runtime.recompute import CheckpointedBlock, keep_output
 from autopar.trace import trace
 from tests.passes.small import Small, small_plan, small_traced
 
@@ -49,7 +49,7 @@ def _steps(plan: Plan, until: str) -> TracedModel:
         ("insert_collectives", lambda: insert_collectives(graph_module)),
         ("localize_shapes", lambda: localize_shapes(graph_module, plan.degrees.tp)),
         ("outline_blocks", lambda: outline_blocks(graph_module, traced.segments)),
-        ("checkpoint_blocks", lambda: checkpoint_blocks(graph_module, plan)),
+        ("checkpoint_blocks", lambda: checkpoint_blocks(graph_module, traced.segments, plan)),
     ):
         rewrite()
         check_invariants(graph_module.graph, after=name)
@@ -97,12 +97,41 @@ def test_outline_blocks(golden: Golden) -> None:
     golden("passes/outline_blocks", text)
 
 
-def test_checkpoint_blocks(golden: Golden) -> None:
-    plan = small_plan().replace(checkpoint={"layers.1": "full"})
+@pytest.mark.parametrize("mode", ["selective", "selective-ops", "full"])
+def test_checkpoint_blocks(golden: Golden, mode: str) -> None:
+    plan = small_plan().replace(checkpoint={"layers.1": mode})
     graph_module = _steps(plan, "checkpoint_blocks").graph_module
-    kinds = [f"{n.target}: {type(getattr(graph_module, n.target)).__name__}" for n in _calls(graph_module)]
-    golden("passes/checkpoint_blocks", "\n".join(kinds))
-    assert isinstance(graph_module.layers_1, CheckpointedBlock)
+    golden(f"passes/checkpoint_blocks_{mode}", "\n".join(_modules(graph_module)))
+    assert isinstance(graph_module.layers_1, CheckpointedBlock) == (mode != "selective")
+
+
+def test_checkpoint_segments_stay_inside_a_stage() -> None:
+    plan = small_plan(tp=1).replace(checkpoint={"layers.*": "full"}, checkpoint_segment=2)
+    (stage,) = apply(small_traced(), plan.replace(parameters={}))
+    assert _modules(stage.graph_module)[:3] == [
+        "segment_0: CheckpointedBlock of Block",
+        "segment_0.layers_0: Block",
+        "segment_0.layers_1: Block",
+    ]
+    assert {"segment_0.block.layers_1.layers.1.qkv.weight", "embed.weight"} <= set(stage.parameters)
+    two = small_plan(tp=1, pp=2).replace(checkpoint={"layers.*": "full"}, checkpoint_segment=2, parameters={})
+    for i, stage in enumerate(apply(small_traced(), two)):
+        assert _modules(stage.graph_module) == [f"layers_{i}: CheckpointedBlock of Block"]
+
+
+def _modules(graph_module: fx.GraphModule, prefix: str = "") -> list[str]:
+    """Called modules by path and kind, and the graph of each that recomputes or holds one that does."""
+    found = []
+    for node in _calls(graph_module):
+        module, name = getattr(graph_module, str(node.target)), f"{prefix}{node.target}"
+        kind = type(module).__name__
+        if isinstance(module, CheckpointedBlock):
+            module, kind = module.block, f"{kind} of {type(module.block).__name__}"
+        found.append(f"{name}: {kind}")
+        inner = _modules(module, f"{name}.")
+        keeps = any(n.target is keep_output for n in module.graph.nodes)
+        found += inner + ([format_graph(module.graph)] if keeps or "attention" in name else [])
+    return found
 
 
 def _calls(graph_module: fx.GraphModule) -> list[fx.Node]:
@@ -146,7 +175,6 @@ def test_unreduced_sum_is_a_pass_error() -> None:
         ({"stages": (("layers.1", "layers.0"),)}, "order differs"),
         ({"parameters": {"layers.*.qkv.weight": "S(0,left=5)"}}, "is not possible for shape"),
         ({"ops": {"layers.0.out::linear#0": "S(9) -> R"}}, "is not possible"),
-        ({"checkpoint": {"layers.*": "selective"}}, "selective.* is not built yet"),
         ({"fingerprints": {"model": "0"}}, "made for another model"),
     ],
 )

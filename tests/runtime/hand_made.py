@@ -17,7 +17,7 @@ from autopar.plan import Plan
 from autopar.runtime.collectives import convert
 from autopar.runtime.engine import ParallelModule
 from autopar.runtime.losses import cross_entropy_sum, vocab_parallel_cross_entropy_sum, vocab_parallel_embedding
-from autopar.runtime.stage import CheckpointedBlock
+from autopar.runtime.recompute import CheckpointedBlock
 from autopar.trace import trace
 
 VOCAB, DIM, LAYERS = 32, 16, 4

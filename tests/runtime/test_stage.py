@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from autopar.errors import PlanMismatchError, SpecError
 from autopar.ir import InputSpec
 from autopar.mesh import Degrees
+from autopar.runtime.recompute import CheckpointedBlock
 from autopar.runtime.rows import count_micro_batches, cut_rows, row_count
-from autopar.runtime.stage import CheckpointedBlock, set_training
+from autopar.runtime.stage import set_training
 from autopar.trace import trace
 from tests import models
 from tests.runtime import hand_made
