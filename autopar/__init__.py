@@ -13,6 +13,7 @@ from autopar.errors import (
     UnsupportedModelError,
 )
 from autopar.plan import Plan
+from autopar.search_spec import SearchSpec
 from autopar.specs import ClusterSpec, Pins, TrainSpec
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ __all__ = [
     "Pins",
     "Plan",
     "PlanMismatchError",
+    "SearchSpec",
     "SpecError",
     "TrainSpec",
     "UnsupportedModelError",

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from autopar import passes
-from autopar.cost_model.search import SearchResult, search
+from autopar.cost_model.search import SearchResult
+from autopar.cost_model.search import search as run_search
 from autopar.errors import AutoparError, SpecError
 from autopar.ir import TracedModel
 from autopar.models import example_from_config
@@ -21,6 +22,7 @@ from autopar.reports.text import render
 from autopar.runtime.engine import ParallelModule
 from autopar.runtime.launch import join_torchrun
 from autopar.runtime.limits import model_precision
+from autopar.search_spec import SearchSpec
 from autopar.specs import ClusterSpec, Pins, TrainSpec
 from autopar.trace import LossFn, trace
 
@@ -35,12 +37,13 @@ def plan(
     example: Any = None,
     loss_fn: LossFn | None = None,
     pins: Pins | None = None,
+    search: SearchSpec | None = None,
 ) -> Plan:
     """The best plan for training `model` on `cluster`: the search alone.
 
     Needs no GPU, no process group and no weights; a model on the meta device will do. Arguments as in `parallelize`.
     """
-    return find_plan(model, cluster, train, example=example, loss_fn=loss_fn, pins=pins).plan
+    return find_plan(model, cluster, train, example=example, loss_fn=loss_fn, pins=pins, search=search).plan
 
 
 def find_plan(
@@ -51,6 +54,7 @@ def find_plan(
     example: Any = None,
     loss_fn: LossFn | None = None,
     pins: Pins | None = None,
+    search: SearchSpec | None = None,
 ) -> SearchResult:
     """`plan` with all the search knows: alternatives, statistics (`capture_s` and `search_s` exclude imports) and
     notices, those of the capture included."""
@@ -60,7 +64,7 @@ def find_plan(
     precision = _with_precision(train, model, cluster).precision
     traced = _capture(model, _example(model, example, train), loss_fn, precision)
     statistics = {"capture_s": time.perf_counter() - start_s}
-    result = _search(traced, cluster, train, pins)
+    result = _search(traced, cluster, train, pins, search)
     notices = (*traced.notices, *result.notices)
     return replace(result, statistics={**result.statistics, **statistics}, notices=notices)
 
@@ -73,6 +77,7 @@ def parallelize(
     example: Any = None,
     loss_fn: LossFn | None = None,
     pins: Pins | None = None,
+    search: SearchSpec | None = None,
     plan: Plan | str | Path | None = None,
     **options: Any,
 ) -> ParallelModule:
@@ -84,6 +89,7 @@ def parallelize(
     example   one batch, for models whose inputs cannot be derived (Hugging Face configs can): see `autopar.trace.trace`
     loss_fn   `loss_fn(outputs, batch)`, if the model returns no loss itself
     pins      choices to keep fixed
+    search    solver and time limit
     plan      a plan, or the path of one: nothing is searched
     options   seed (of dropout and of the weights of a meta-built model); of ParallelModule: bucket_bytes, overlap,
               fp32_reduce, non_finite
@@ -97,7 +103,7 @@ def parallelize(
     traced = _capture(model, _example(model, example, train), loss_fn, precision)
     result: SearchResult | None = None
     if plan is None:
-        plan, result = _plan_on_rank_zero(traced, cluster, train, pins)
+        plan, result = _plan_on_rank_zero(traced, cluster, train, pins, search)
     return build(model, traced, plan, device=device, report=_Report(plan, result, cluster, traced), **options)
 
 
@@ -159,12 +165,14 @@ def _example(model: nn.Module, example: Any, train: TrainSpec | None) -> Any:
     return example_from_config(config, seq=None if train is None else train.seq_len)
 
 
-def _search(traced: TracedModel, cluster: ClusterSpec, train: TrainSpec | None, pins: Pins | None) -> SearchResult:
+def _search(
+    traced: TracedModel, cluster: ClusterSpec, train: TrainSpec | None, pins: Pins | None, spec: SearchSpec | None
+) -> SearchResult:
     train = train or TrainSpec()
     if train.seq_len is None:
         train = replace(train, seq_len=_longest_sequence(traced))
     _check_sequence(traced, train.seq_len)
-    return search(traced, cluster, train, pins)
+    return run_search(traced, cluster, train, pins, spec)
 
 
 def _check_sequence(traced: TracedModel, seq_len: int | None) -> None:
@@ -187,17 +195,17 @@ def _longest_sequence(traced: TracedModel) -> int:
 
 
 def _plan_on_rank_zero(
-    traced: TracedModel, cluster: ClusterSpec, train: TrainSpec, pins: Pins | None
+    traced: TracedModel, cluster: ClusterSpec, train: TrainSpec, pins: Pins | None, spec: SearchSpec | None
 ) -> tuple[Plan, SearchResult | None]:
     """Rank 0's plan on every rank, and its error too: a rank that goes on alone would hang."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        result = _search(traced, cluster, train, pins)
+        result = _search(traced, cluster, train, pins, spec)
         return result.plan, result
     answer: list[Any] = [None]
     found: SearchResult | None = None
     if dist.get_rank() == 0:
         try:
-            found = _search(traced, cluster, train, pins)
+            found = _search(traced, cluster, train, pins, spec)
             answer = [found.plan.dumps()]
         except AutoparError as error:
             answer = [error]

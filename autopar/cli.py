@@ -21,6 +21,7 @@ from autopar.errors import AutoparError, SpecError
 if TYPE_CHECKING:
     from autopar.cost_model.search import SearchResult
     from autopar.models import ModelSource
+    from autopar.search_spec import SearchSpec
     from autopar.specs import ClusterSpec, Pins, TrainSpec
     from autopar.verify import MatrixResult, VerifyResult
 
@@ -62,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--precision", help="fp32, bf16-mixed, ...; default: the device's")
     plan.add_argument("--optimizer", default="adamw", help="adamw (default), adam or sgd")
     _add_pins(plan)
+    _add_search(plan)
     plan.add_argument("-o", "--output", metavar="FILE", help="write the plan as JSON")
     plan.add_argument("--json", action="store_true", help="print JSON instead of the report")
     plan.set_defaults(run=_plan)
@@ -121,6 +123,21 @@ def _add_pins(command: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_search(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--solver", default="highs", help="highs (default), cbc or heuristic; the others step in")
+    command.add_argument(
+        "--time-limit", metavar="T", help="end the search after so long (30s, 5m) with the best so far"
+    )
+
+
+def _search_spec(options: argparse.Namespace) -> SearchSpec:
+    from autopar import units
+    from autopar.search_spec import SearchSpec
+
+    limit = options.time_limit
+    return SearchSpec(solver=options.solver, time_limit_s=limit and units.duration_s(limit, "--time-limit"))
+
+
 def _plan(options: argparse.Namespace) -> int:
     from autopar.specs import ClusterSpec, Pins, TrainSpec
 
@@ -133,6 +150,7 @@ def _plan(options: argparse.Namespace) -> int:
         precision=options.precision,
         optimizer=options.optimizer,
     )
+    spec = _search_spec(options)
     pins.check(cluster, train)
     _check_output(options.output)
 
@@ -140,7 +158,7 @@ def _plan(options: argparse.Namespace) -> int:
 
     source = resolve(options.model)
     _check_sequence(source, options.seq_len)
-    result = _search(source, cluster, train, pins)
+    result = _search(source, cluster, train, pins, spec)
     if options.output:
         result.plan.save(options.output)
     if options.json:
@@ -157,15 +175,16 @@ def _plan(options: argparse.Namespace) -> int:
     return 0
 
 
-def _search(source: ModelSource, cluster: ClusterSpec, train: TrainSpec, pins: Pins) -> SearchResult:
+def _search(source: ModelSource, cluster: ClusterSpec, train: TrainSpec, pins: Pins, spec: SearchSpec) -> SearchResult:
     from autopar.api import find_plan
 
-    return find_plan(source.build(device="meta"), cluster, train, example=source.example(), pins=pins)
+    return find_plan(source.build(device="meta"), cluster, train, example=source.example(), pins=pins, search=spec)
 
 
 def _plan_json(result: SearchResult) -> dict[str, Any]:
     spent = {key: round(result.statistics[key], 3) for key in ("capture_s", "search_s")}
-    counts = {key: result.statistics[key] for key in ("variables", "constraints", "candidates", "pruned")}
+    kept = ("solver", "status", "gap", "bound_s", "variables", "constraints", "candidates", "pruned", "solved")
+    counts = {key: result.statistics[key] for key in kept}
     plan = result.plan.to_data()
     return {**spent, **counts, "plan": plan, "prediction": plan["prediction"]}
 

@@ -30,7 +30,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from autopar.cost_model.solver import Model, solve
+from autopar.cost_model.block_beam import beam_search
+from autopar.cost_model.solver import Model, Solution, SolverError, SolverPolicy, solve
 from autopar.placement import Placement
 
 __all__ = ["BlockNode", "BlockProblem", "BlockSolution", "Choice", "layout_cost", "solve_block"]
@@ -68,7 +69,7 @@ class BlockProblem:
 
 @dataclass(frozen=True)
 class BlockSolution:
-    """`picks[u]` is the index of the strategy of node u."""
+    """`picks[u]` is the index of the strategy of node u; `notes` says which solvers gave no answer, and why."""
 
     picks: tuple[int, ...]
     cost_us: float
@@ -76,6 +77,8 @@ class BlockSolution:
     variables: int
     constraints: int
     solve_s: float
+    solver: str = ""
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -85,8 +88,11 @@ class _Edge:
     slot: int
 
 
-def solve_block(problem: BlockProblem, *, time_limit_s: float = 30.0) -> BlockSolution | None:
-    """Least-cost strategies, or None if no combination of strategies is connected by offered conversions."""
+def solve_block(problem: BlockProblem, *, policy: SolverPolicy | None = None) -> BlockSolution | None:
+    """Least-cost strategies, or None if no combination of strategies is connected by offered conversions.
+
+    Where no solver answers, a beam search does. Raises SolverError if that finds nothing and proves nothing.
+    """
     if math.prod(len(node.choices) for node in problem.nodes) <= ENUMERATED:
         return _enumerate(problem)
     model = Model("block")
@@ -101,14 +107,34 @@ def solve_block(problem: BlockProblem, *, time_limit_s: float = 30.0) -> BlockSo
     add_edges_leave_producers(model, problem, edges, x, z)
     add_edges_enter_consumers(model, problem, edges, x, z)
     add_shared_conversions(model, problem, edges, z)
-    answer = solve(model, time_limit_s=time_limit_s)
+    answer = solve(model, policy=policy)
+    if answer.status == "no answer":
+        return _without_solver(problem, model, answer)
     if not answer.values:
         return None
     picks = tuple(max(range(len(row)), key=lambda k: answer.values[row[k]]) for row in x)
     actual = layout_cost(problem, picks)
     assert actual is not None, "the solver chose a conversion that is not offered"
     assert abs(actual - answer.objective) <= 1e-6 * max(1.0, actual), (actual, answer.objective)
-    return BlockSolution(picks, actual, answer.bound, len(model.costs), len(model.rows), answer.solve_s)
+    return BlockSolution(picks, actual, answer.bound, len(model.costs), len(model.rows), answer.solve_s, answer.solver,
+                         answer.notes)  # fmt: skip
+
+
+def _without_solver(problem: BlockProblem, model: Model, answer: Solution) -> BlockSolution | None:
+    started = time.perf_counter()
+    try:
+        found = beam_search(problem)
+    except ValueError as error:
+        raise SolverError(f"no solver answers, and the beam search found {error}", where="block ILP",
+                          try_="pip install highspy") from error  # fmt: skip
+    if found is None:
+        return None
+    picks, bound_us = found
+    cost_us = layout_cost(problem, picks)
+    assert cost_us is not None, "the beam search chose a conversion that is not offered"
+    spent_s = answer.solve_s + time.perf_counter() - started
+    return BlockSolution(picks, cost_us, min(cost_us, bound_us), len(model.costs), len(model.rows), spent_s,
+                         "heuristic", answer.notes)  # fmt: skip
 
 
 def _enumerate(problem: BlockProblem) -> BlockSolution | None:

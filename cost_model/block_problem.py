@@ -20,6 +20,7 @@ from autopar.cost_model.block_reduce import reduce_block
 from autopar.cost_model.comm_cost import GroupCost
 from autopar.cost_model.compute import Machine, local_kernels
 from autopar.cost_model.op_facts import storage_root
+from autopar.cost_model.solver import SolverPolicy
 from autopar.ir import Shape, TracedModel
 from autopar.placement import CONVERSIONS, REPLICATE, Placement, Shard
 
@@ -73,6 +74,7 @@ def solve_layout(
     machine: Machine,
     group: GroupCost,
     sequence_sharding: bool,
+    policy: SolverPolicy | None = None,
 ) -> tuple[dict[fx.Node, NodeStrategy], BlockSolution] | None:
     """Best strategies of a block by the block ILP; None if nothing connects.
 
@@ -80,7 +82,7 @@ def solve_layout(
     """
     problem, index = _problem(traced, block, strategies, measures, fixed, machine, group, sequence_sharding)
     reduction = reduce_block(problem)
-    solution = solve_block(reduction.problem)
+    solution = solve_block(reduction.problem, policy=policy)
     if solution is None:
         return None
     picks = reduction.expand(solution.picks)

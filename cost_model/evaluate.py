@@ -140,13 +140,13 @@ class _Pricing:
 
     def evaluate(self) -> Evaluation:
         problem = self._problem()
-        solution = solve_pipeline(problem)
+        solution = solve_pipeline(problem, policy=self.owner.prices.policy)
         if solution is None:
             needed, stage = StageTable(problem).memory_needed()
             missing = needed + self.owner.cluster.device.reserved_bytes
             return Evaluation(self.setting, None, float("inf"), needed_bytes=missing, binding_stage=stage)
         if solution.variables:
-            self.owner.prices.counts.add(solution.variables, solution.constraints, solution.solve_s)
+            self.owner.prices.counts.add(solution)
         stages = [self._stage(s, stage) for s, stage in enumerate(solution.stages)]
         time_s = self._time(solution, stages)
         m, d = self.setting.micro_batches, self.setting.degrees

@@ -16,12 +16,15 @@ import torch
 from torch import fx
 
 from autopar.blocks import op_name
+from autopar.cost_model.block_ilp import BlockSolution
 from autopar.cost_model.block_layout import LayoutPrice, price_layout, replicated
 from autopar.cost_model.block_measures import BlockFormulas, BlockMeasures
 from autopar.cost_model.block_problem import Block, NodeStrategy, solve_layout
 from autopar.cost_model.comm_cost import GroupCost
 from autopar.cost_model.compute import Machine
 from autopar.cost_model.op_facts import ElementSizes
+from autopar.cost_model.pipeline_ilp import PipelineSolution
+from autopar.cost_model.solver import SolverPolicy
 from autopar.cost_model.strategy_table import strategy_table
 from autopar.errors import InfeasiblePlanError
 from autopar.ir import Segment, TracedModel
@@ -35,20 +38,27 @@ Layout = dict[fx.Node, NodeStrategy]
 
 @dataclass
 class SolverCounts:
-    """Totals over all ILPs of a search."""
+    """Totals over all ILPs of a search. `block_gap`: the largest relative distance of a block's layout from its bound;
+    `solvers` and `notes`: who answered, and why another did not."""
 
     variables: int = 0
     constraints: int = 0
     largest_variables: int = 0
     solves: int = 0
     solve_s: float = 0.0
+    block_gap: float = 0.0
+    solvers: dict[str, None] = field(default_factory=dict)
+    notes: dict[str, None] = field(default_factory=dict)
 
-    def add(self, variables: int, constraints: int, solve_s: float) -> None:
-        self.variables += variables
-        self.constraints += constraints
-        self.largest_variables = max(self.largest_variables, variables)
+    def add(self, solution: BlockSolution | PipelineSolution) -> None:
+        self.variables += solution.variables
+        self.constraints += solution.constraints
+        self.largest_variables = max(self.largest_variables, solution.variables)
         self.solves += 1
-        self.solve_s += solve_s
+        self.solve_s += solution.solve_s
+        if solution.solver:
+            self.solvers[solution.solver] = None
+        self.notes |= dict.fromkeys(solution.notes)
 
 
 @dataclass(frozen=True)
@@ -68,9 +78,10 @@ class ModelPrices:
 
     def __init__(
         self, traced: TracedModel, machine: Machine, activation: torch.dtype, seq_len: int,
-        module_pins: Mapping[str, str],
+        module_pins: Mapping[str, str], policy: SolverPolicy | None = None,
     ) -> None:  # fmt: skip
         self.traced, self.machine, self.seq_len = traced, machine, seq_len
+        self.policy = policy or SolverPolicy()
         captured = max(traced.parameters.values(), key=lambda p: p.numel).dtype
         sizes = ElementSizes(captured, activation)
         self.counts = SolverCounts()
@@ -217,7 +228,7 @@ class ModelPrices:
         self, block: Block, tp: int, sp: bool, micro_batch: int, group: GroupCost, fixed: Mapping[fx.Node, Placement]
     ) -> Layout:
         found = solve_layout(self.traced, block, self.strategies(tp), self.measures(block.name, micro_batch), fixed,
-                             machine=self.machine, group=group, sequence_sharding=sp)  # fmt: skip
+                             machine=self.machine, group=group, sequence_sharding=sp, policy=self.policy)  # fmt: skip
         if found is None:
             pins = ", ".join(sorted({str(n.target) for n in self._pins if n in set(block.nodes)}))
             raise InfeasiblePlanError(
@@ -226,7 +237,8 @@ class ModelPrices:
                 try_="free the pin" if pins else "tp=1",
             )
         layout, solution = found
-        self.counts.add(solution.variables, solution.constraints, solution.solve_s)
+        self.counts.add(solution)
+        self.counts.block_gap = max(self.counts.block_gap, solution.cost_us / max(solution.bound_us, 1e-9) - 1)
         return layout
 
 

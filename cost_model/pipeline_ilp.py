@@ -17,23 +17,30 @@ Constraints
     (4) y_j <= y_{j-1}                                                                    add_ladder
 
 The ladder makes the relaxation of the min-max tight; one continuous bottleneck variable does not. Before the ILP, a
-dynamic programme finds the smallest possible bottleneck and a feasible cut; columns that cannot beat that cut are
-dropped, which leaves few. The answer is priced again outside the solver.
+sweep of dynamic programmes over bottlenecks and tails (`pipeline_sweep`) finds a cut and a bound, which nearly always
+meet; where they do not, columns that cannot beat the cut are dropped, which leaves few, and the ILP decides. The answer
+is priced again outside the solver.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
-from autopar.cost_model.solver import Model, solve
+from autopar.cost_model.pipeline_sweep import Array, Sweep, sweep_cuts
+from autopar.cost_model.solver import Model, SolverPolicy, solve
 from autopar.cost_model.stage_table import PipelineProblem, StagePrice, StageTable
 
-__all__ = ["PipelineSolution", "solve_pipeline", "step_time"]
+__all__ = ["MOST_CUTS", "PipelineSolution", "solve_pipeline", "step_time"]
 
 _MS = 1e3
+_EXACT = 1e-9
+"""Relative distance from the bound at which a cut counts as proven."""
+
+MOST_CUTS = 500
+"""Shortest paths of the sweep before the ILP takes over; a path takes about a millisecond at 64 stages of 96 layers."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +55,8 @@ class PipelineSolution:
     variables: int
     constraints: int
     solve_s: float
+    solver: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def recomputed_layers(self) -> int:
@@ -68,32 +77,44 @@ def step_time(stages: tuple[StagePrice, ...] | list[StagePrice], micro_batches: 
     return (micro_batches - 1) * slowest + sum(s.time_s for s in stages) + max(s.tail_s for s in stages)
 
 
-def solve_pipeline(problem: PipelineProblem, *, time_limit_s: float = 30.0) -> PipelineSolution | None:
+def solve_pipeline(
+    problem: PipelineProblem, *, policy: SolverPolicy | None = None, most_cuts: int = MOST_CUTS
+) -> PipelineSolution | None:
     """Optimal cut into stages, or None if no cut fits in memory (`StageTable.memory_needed` says what is missing).
 
-    Raises ValueError if there are more stages than layers.
+    `most_cuts` limits the sweep that comes before the ILP. Raises ValueError if there are more stages than layers.
     """
     if len(problem.stages) > len(problem.layers):
         raise ValueError(f"{len(problem.stages)} stages for {len(problem.layers)} layers")
     table = StageTable(problem)
-    times = table.times()
-    incumbent = _first_cut(problem, table, times)
-    if incumbent is None:
+    times, tails = table.arrays()
+    sweep = sweep_cuts(times, tails, problem.micro_batches, most_cuts)
+    if sweep is None:
         return None
-    columns = _useful_columns(problem, table, times, incumbent)
+    swept = [_column(table, s, i, j) for s, (i, j) in enumerate(sweep.cut)]
+    _check(problem, swept, sweep.step_s)
+    nothing_solved = (0, 0, 0.0)
+    if sweep.bound_s >= sweep.step_s * (1 - _EXACT):
+        return _solution(problem, _evened(problem, table, swept), sweep.bound_s, nothing_solved)
+    columns = _useful_columns(problem, table, times, sweep)
     if len(columns) == len(problem.stages):
-        return _solution(
-            problem, incumbent, step_time([c.price for c in incumbent], problem.micro_batches), (0, 0, 0.0)
-        )
+        return _solution(problem, swept, sweep.step_s, nothing_solved)
     model, picks = _build(problem, columns)
-    answer = solve(model, time_limit_s=time_limit_s)
+    answer = solve(model, policy=policy)
+    counts = (len(model.costs), len(model.rows), answer.solve_s)
+    if answer.status == "no answer":
+        found = _solution(problem, _evened(problem, table, swept), sweep.bound_s, counts)
+        return replace(found, solver="heuristic", notes=answer.notes)
     if not answer.values:
         raise AssertionError("the pipeline ILP lost the cut that proves it feasible")
     chosen = [columns[k] for k, x in enumerate(picks) if answer.values[x] > 0.5]
     chosen.sort(key=lambda c: c.stage)
     _check(problem, chosen, answer.objective / _MS)
-    counts = (len(model.costs), len(model.rows), answer.solve_s)
-    return _solution(problem, _evened(problem, table, chosen), answer.bound / _MS, counts)
+    if answer.objective / _MS > sweep.step_s:  # an incumbent of a solver that was stopped
+        chosen = swept
+    bound_s = max(answer.bound / _MS, sweep.bound_s)
+    found = _solution(problem, _evened(problem, table, chosen), bound_s, counts)
+    return replace(found, solver=answer.solver, notes=answer.notes)
 
 
 def _evened(problem: PipelineProblem, table: StageTable, chosen: list[_Column]) -> list[_Column]:
@@ -107,13 +128,12 @@ def _evened(problem: PipelineProblem, table: StageTable, chosen: list[_Column]) 
     best, improved = list(chosen), True
     while improved:
         improved = False
-        for source in range(len(best)):
-            for target in range(len(best)):
-                moved = _moved(table, best, source, target)
-                if moved is None or step_time([c.price for c in moved], problem.micro_batches) > limit_s:
-                    continue
-                if _squares(moved) < _squares(best) * (1 - 1e-12):
-                    best, improved = moved, True
+        for source, target in itertools.permutations(range(len(best)), 2):
+            moved = _moved(table, best, source, target)
+            if moved is None or not _more_alike(moved, best, source, target):
+                continue
+            if step_time([c.price for c in moved], problem.micro_batches) <= limit_s:
+                best, improved = moved, True
     return best
 
 
@@ -131,8 +151,10 @@ def _moved(table: StageTable, columns: list[_Column], source: int, target: int) 
     return result
 
 
-def _squares(columns: list[_Column]) -> float:
-    return sum(c.price.time_s**2 for c in columns)
+def _more_alike(moved: list[_Column], before: list[_Column], *stages: int) -> bool:
+    """True if the sum of squares of the stage times is lower; only `stages` differ."""
+    after, now = (sum(columns[s].price.time_s ** 2 for s in stages) for columns in (moved, before))
+    return after < now * (1 - 1e-12)
 
 
 def _build(problem: PipelineProblem, columns: list[_Column]) -> tuple[Model, list[int]]:
@@ -188,55 +210,13 @@ def add_ladder(model: Model, columns: list[_Column], picks: list[int], values: l
         below, previous = level, y
 
 
-def _first_cut(problem: PipelineProblem, table: StageTable, times: npt.NDArray[np.float64]) -> list[_Column] | None:
-    """The cut with the least sum of times among those whose slowest stage is as fast as possible."""
-    levels = np.unique(times[np.isfinite(times)])
-    low, high = 0, len(levels) - 1
-    if high < 0 or _shortest(times)[0] == np.inf:
-        return None
-    while low < high:
-        middle = (low + high) // 2
-        if _shortest(np.where(times <= levels[middle], times, np.inf))[0] < np.inf:
-            high = middle
-        else:
-            low = middle + 1
-    _, runs = _shortest(np.where(times <= levels[low], times, np.inf))
-    return [_column(table, s, i, j) for s, (i, j) in enumerate(runs)]
-
-
-def _shortest(times: npt.NDArray[np.float64]) -> tuple[float, list[tuple[int, int]]]:
-    """Least sum of stage times over all cuts, by dynamic programming over (stage, layers used)."""
-    stages, total = times.shape[0], times.shape[1] - 1
-    reach = np.full(total + 1, np.inf)
-    reach[0] = 0.0
-    backs = []
-    for s in range(stages):
-        through = reach[:, None] + times[s]
-        backs.append(np.argmin(through, axis=0))
-        reach = np.min(through, axis=0)
-    if not np.isfinite(reach[total]):
-        return np.inf, []
-    runs, j = [], total
-    for s in reversed(range(stages)):
-        i = int(backs[s][j])
-        runs.append((i, j))
-        j = i
-    return float(reach[total]), runs[::-1]
-
-
-def _useful_columns(
-    problem: PipelineProblem, table: StageTable, times: npt.NDArray[np.float64], incumbent: list[_Column]
-) -> list[_Column]:
+def _useful_columns(problem: PipelineProblem, table: StageTable, times: Array, incumbent: Sweep) -> list[_Column]:
     """Columns that some cut no worse than the incumbent may use: bound by its own time as the bottleneck, the least
-    sum of a cut through it, and the smallest bottleneck that exists."""
-    best = step_time([c.price for c in incumbent], problem.micro_batches)
-    least_bottleneck = max(c.price.time_s for c in incumbent)
-    least_tail = max(
-        min((table_tail(table, s, i, j) for i, j in table.runs(s)), default=0.0) for s in range(len(problem.stages))
-    )
+    sum of a cut through it, and the smallest bottleneck and tail that exist."""
+    best, least_bottleneck = incumbent.step_s, incumbent.least_slowest_s
     through = _least_sum_through(times)
     slowest = np.maximum(np.where(np.isfinite(times), times, 0.0), least_bottleneck)  # `through` is inf there anyway
-    rest = (problem.micro_batches - 1) * slowest + through + least_tail
+    rest = (problem.micro_batches - 1) * slowest + through + incumbent.least_tail_s
     keep = rest <= best * (1 + 1e-12)
     one_class = len(set(problem.layers)) == 1
     columns: dict[tuple[int, int, int], _Column] = {}
@@ -248,12 +228,7 @@ def _useful_columns(
     return list(columns.values())
 
 
-def table_tail(table: StageTable, stage: int, i: int, j: int) -> float:
-    found = table.price(stage, i, j)
-    return found.tail_s if found is not None else np.inf
-
-
-def _least_sum_through(times: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+def _least_sum_through(times: Array) -> Array:
     """[s, i, j]: least sum of stage times of a cut in which stage s holds [i, j)."""
     stages, total = times.shape[0], times.shape[1] - 1
     before = np.full((stages + 1, total + 1), np.inf)

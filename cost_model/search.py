@@ -7,6 +7,7 @@ closed-form step time. For the report it goes on until the five nearest other la
 from __future__ import annotations
 
 import heapq
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,11 +22,13 @@ from autopar.cost_model.memory import COMPUTE_DTYPES, recipe
 from autopar.cost_model.model_checks import check_model, check_pinned_dims, pins_without_effect
 from autopar.cost_model.model_prices import ModelPrices
 from autopar.cost_model.plan_writer import checkpoint_patterns, layer_ranges, parameter_patterns, with_overrides
+from autopar.cost_model.solver import SolverPolicy
 from autopar.cost_model.strategy_table import strategy_table
 from autopar.errors import InfeasiblePlanError, SpecError
 from autopar.ir import TracedModel
 from autopar.mesh import Degrees
 from autopar.plan import Plan
+from autopar.search_spec import SearchSpec
 from autopar.specs import ClusterSpec, Pins, TrainSpec
 
 __all__ = ["Candidate", "SearchResult", "search"]
@@ -67,28 +70,38 @@ class SearchResult:
     notices: tuple[str, ...] = ()
 
 
-def search(traced: TracedModel, cluster: ClusterSpec, train: TrainSpec, pins: Pins | None = None) -> SearchResult:
+def search(
+    traced: TracedModel, cluster: ClusterSpec, train: TrainSpec, pins: Pins | None = None,
+    spec: SearchSpec | None = None,
+) -> SearchResult:  # fmt: skip
     """The fastest plan of `traced` on `cluster` that fits in memory and respects the pins.
+
+    A time limit in `spec` ends the search once it has a plan; how far that can be from the best is `statistics["gap"]`.
 
     Raises SpecError (a pin or specification that cannot be) or InfeasiblePlanError (no plan fits; says what binds).
     """
     started = time.perf_counter()
-    run = _Run(traced, cluster, train, pins or Pins())
+    run = _Run(traced, cluster, train, pins or Pins(), spec or SearchSpec())
     best = run.best_first()
     plan = run.plan(best)
     alternatives = run.alternatives(best)
     statistics = run.statistics(best, time.perf_counter() - started)
     kept = ("solver", "status", "bound_s", "gap", "candidates", "pruned")
     plan = plan.replace(solver={name: statistics[name] for name in kept})
-    notices = (*run.notices, *pins_without_effect(run.pins, plan.degrees.tp, plan.degrees.pp))
+    notices = (*run.notices, *run.prices.counts.notes, *pins_without_effect(run.pins, plan.degrees.tp, plan.degrees.pp))
     return SearchResult(plan, alternatives, statistics, run.not_executable(), notices)
 
 
 class _Run:
     """One search: what it was given, what it has priced so far."""
 
-    def __init__(self, traced: TracedModel, cluster: ClusterSpec, train: TrainSpec, pins: Pins) -> None:
+    def __init__(
+        self, traced: TracedModel, cluster: ClusterSpec, train: TrainSpec, pins: Pins, spec: SearchSpec | None = None
+    ) -> None:
         self.traced, self.cluster, self.train, self.pins = traced, cluster, train, pins
+        self.spec = spec or SearchSpec()
+        self.deadline_s = time.perf_counter() + (self.spec.time_limit_s or math.inf)
+        self.open_bound_s = math.inf
         self.notices: list[str] = []
         if train.seq_len is None:
             raise SpecError("seq_len is not stated", where="train", try_="seq_len=2048")
@@ -103,7 +116,8 @@ class _Run:
                             try_=f"one of {', '.join(cluster.device.flops)}")  # fmt: skip
         check_pins(pins, cluster.num_devices, self.global_batch, self.seq_len)
         machine = Machine.of(cluster.device, cluster.stack, self.dtype)
-        self.prices = ModelPrices(traced, machine, COMPUTE_DTYPES[self.precision], self.seq_len, pins.modules)
+        policy = SolverPolicy(self.spec.solver, deadline_s=self.deadline_s)
+        self.prices = ModelPrices(traced, machine, COMPUTE_DTYPES[self.precision], self.seq_len, pins.modules, policy)
         layers, legal = len(traced.layers), self.prices.tp_is_legal
         self.settings = enumerate_settings(
             cluster.num_devices, self.global_batch, self.seq_len, layers, pins, legal, self.prices.heads()
@@ -128,6 +142,10 @@ class _Run:
         while queue:
             bound, order, kind, setting = heapq.heappop(queue)
             if bound > self._cutoff():
+                break
+            if time.perf_counter() > self.deadline_s and self._best_of_each_layout():
+                self.open_bound_s = bound
+                self.notices.append(f"the time limit of {self.spec.time_limit_s:g} s ended the search")
                 break
             if kind == "exact prices":
                 self.done.append(self.evaluator.evaluate(setting))
@@ -260,9 +278,10 @@ class _Run:
         counts = self.prices.counts
         assert best.pipeline is not None
         executable = sum(s.degrees.cp == 1 for s in self.settings)
-        bound = min(best.step_s, best.pipeline.bound_s)
+        bound = min([best.step_s, self.open_bound_s, *(e.pipeline.bound_s for e in self.done if e.pipeline)])
+        bound /= 1 + counts.block_gap
         return {
-            "solver": "HiGHS",
+            "solver": ", ".join(counts.solvers) or "none needed",
             "status": "optimal" if best.step_s <= bound * (1 + 1e-6) else "incumbent",
             "variables": counts.variables,
             "constraints": counts.constraints,

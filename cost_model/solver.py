@@ -1,64 +1,50 @@
-"""The one module that talks to a MILP solver (PuLP: HiGHS in process, CBC when HiGHS fails).
+"""Solves the integer programmes: HiGHS in process or CBC as a process; every answer is checked before it is used.
 
-A model is plain data: columns with bounds and cost, rows `low <= sum coef * column <= high`. Traps avoided here:
-`LpStatus` reads "Optimal" after a time-out, so `sol_status` is what counts; without an incumbent PuLP still fills
-variable values, so they are not read; `LpAffineExpression(list)` overwrites a repeated variable, so coefficients are
-added up first; HiGHS must always run with one thread (changing the number within a process returns garbage).
+A solver that is absent, crashes, hangs or runs out of time without an answer is passed over for the other; what
+happened is kept in `Solution.notes`. If none answers, `Solution.values` is empty and its status "no answer": the caller
+then takes its own heuristic, whose distance from a bound it states. An answer that breaks a constraint raises.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
+import math
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-import pulp
+from autopar.cost_model.mip import TOLERANCE, Model, NoAnswer, SolverError, check_answer, simple_bound
+from autopar.cost_model.solver_backends import BACKENDS
+from autopar.search_spec import SOLVERS
 
-__all__ = ["Model", "Solution", "SolverError", "solve"]
+__all__ = ["Model", "Solution", "SolverError", "SolverPolicy", "solve"]
+
+_LEAST_S = 0.1
 
 
-class SolverError(RuntimeError):
-    """No solver gave an answer to a problem that must have one; a fault of ours or of the installation."""
+@dataclass(frozen=True)
+class SolverPolicy:
+    """`first` of SOLVERS is asked first, the others after it; "heuristic" asks no solver. A problem may take
+    `time_limit_s`, but not longer than to `deadline_s` of `time.perf_counter`, if that is set."""
 
+    first: str = "highs"
+    time_limit_s: float = 30.0
+    deadline_s: float = math.inf
 
-@dataclass
-class Model:
-    """A minimisation problem under construction. Column and row indices are positions in the lists."""
+    @property
+    def order(self) -> tuple[str, ...]:
+        if self.first == "heuristic":
+            return ()
+        return (self.first, *(name for name in SOLVERS if name not in (self.first, "heuristic")))
 
-    name: str
-    costs: list[float] = field(default_factory=list)
-    lows: list[float] = field(default_factory=list)
-    highs: list[float | None] = field(default_factory=list)
-    integer: list[bool] = field(default_factory=list)
-    rows: list[tuple[str, dict[int, float], float]] = field(default_factory=list)
-    constant: float = 0.0
-
-    def add_binary(self, cost: float = 0.0) -> int:
-        return self._add(cost, 0.0, 1.0, True)
-
-    def add_continuous(self, cost: float = 0.0, low: float = 0.0, high: float | None = None) -> int:
-        return self._add(cost, low, high, False)
-
-    def add_row(self, terms: Iterable[tuple[int, float]], sense: str, right: float) -> None:
-        """`sense` is "==", "<=" or ">="; coefficients of a repeated column are added up."""
-        total: dict[int, float] = {}
-        for column, coefficient in terms:
-            total[column] = total.get(column, 0.0) + coefficient
-        self.rows.append((sense, total, right))
-
-    def _add(self, cost: float, low: float, high: float | None, integer: bool) -> int:
-        self.costs.append(cost)
-        self.lows.append(low)
-        self.highs.append(high)
-        self.integer.append(integer)
-        return len(self.costs) - 1
+    def left_s(self) -> float:
+        """Seconds the next problem may take; never so few that a solver could not even start."""
+        return min(self.time_limit_s, max(_LEAST_S, self.deadline_s - time.perf_counter()))
 
 
 @dataclass(frozen=True)
 class Solution:
-    """`status` is "optimal", "incumbent" (time limit hit, `gap` says how far) or "infeasible" (no values)."""
+    """`status` is "optimal", "incumbent" (a limit was hit, `gap` says how far), "infeasible" or "no answer" (both
+    without values). `notes` says why a solver was passed over."""
 
     status: str
     objective: float
@@ -66,6 +52,7 @@ class Solution:
     values: tuple[float, ...]
     solver: str
     solve_s: float
+    notes: tuple[str, ...] = ()
 
     @property
     def gap(self) -> float:
@@ -73,75 +60,37 @@ class Solution:
         return max(0.0, self.objective - self.bound) / max(abs(self.objective), 1e-12)
 
 
-_SENSE = {"==": pulp.LpConstraintEQ, "<=": pulp.LpConstraintLE, ">=": pulp.LpConstraintGE}
+def solve(model: Model, *, policy: SolverPolicy | None = None) -> Solution:
+    """Solve to proven optimality, or to the best incumbent within the time limit, checked against every constraint.
 
-
-def solve(model: Model, *, time_limit_s: float = 30.0) -> Solution:
-    """Solve to proven optimality, or to the best incumbent within the time limit.
-
-    Raises SolverError if neither HiGHS nor CBC answers.
+    Raises SolverError if an answer breaks a constraint, or is better than what the same solver calls impossible.
     """
-    started = time.perf_counter()
-    for name in ("HiGHS", "CBC"):
-        problem, variables = _build(model)
-        solver = _make(name, time_limit_s)
-        if solver is None:
-            continue
+    policy = policy or SolverPolicy()
+    started, notes = time.perf_counter(), []
+    for name in policy.order:
         try:
-            with _silent_stdout():
-                problem.solve(solver)
-        except (pulp.PulpSolverError, OSError):
-            continue  # the other solver is tried; if none answers the error below says so
-        status = problem.sol_status
+            answer = BACKENDS[name](model, policy.left_s())
+        except NoAnswer as why:
+            notes.append(f"{name} gave no answer: {why}")
+            continue
         elapsed = time.perf_counter() - started
-        if status in (pulp.LpSolutionInfeasible, pulp.LpSolutionUnbounded):
-            return Solution("infeasible", float("inf"), float("inf"), (), name, elapsed)
-        if status in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
-            values = tuple(v.varValue or 0.0 for v in variables)
-            objective = model.constant + sum(c * x for c, x in zip(model.costs, values, strict=True) if c)
-            proven = status == pulp.LpSolutionOptimal
-            bound = objective if proven else _dual_bound(problem, name, model.constant)
-            return Solution("optimal" if proven else "incumbent", objective, bound, values, name, elapsed)
-    raise SolverError(f"{model.name}: neither HiGHS nor CBC gave an answer within {time_limit_s} s")
+        if answer.status == "infeasible":
+            return Solution("infeasible", math.inf, math.inf, (), name, elapsed, tuple(notes))
+        values = _rounded(model, answer.values)
+        objective = check_answer(model, values, name)
+        bound = objective if answer.status == "optimal" else max(answer.bound, simple_bound(model))
+        if bound > objective + TOLERANCE * max(1.0, abs(objective)):
+            raise SolverError(
+                f"{name} claims a bound of {bound}, above its own answer of {objective}", where=model.name
+            )
+        return Solution(answer.status, objective, min(bound, objective), values, name, elapsed, tuple(notes))
+    elapsed = time.perf_counter() - started
+    return Solution("no answer", math.inf, simple_bound(model), (), "heuristic", elapsed, tuple(notes))
 
 
-@contextlib.contextmanager
-def _silent_stdout() -> Iterator[None]:
-    """HiGHS prints its banner when first loaded, before any option can turn it off, and would spoil `--json`."""
-    saved, sink = os.dup(1), os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(sink, 1)
-        yield
-    finally:
-        os.dup2(saved, 1)
-        os.close(saved)
-        os.close(sink)
-
-
-def _build(model: Model) -> tuple[pulp.LpProblem, list[pulp.LpVariable]]:
-    problem = pulp.LpProblem(model.name.replace(" ", "_"), pulp.LpMinimize)
-    kinds = ("Continuous", "Integer")
-    variables = [
-        problem.add_variable(f"c{i}", low, high, kinds[integer])
-        for i, (low, high, integer) in enumerate(zip(model.lows, model.highs, model.integer, strict=True))
-    ]
-    problem.setObjective(pulp.LpAffineExpression([(v, c) for v, c in zip(variables, model.costs, strict=True) if c]))
-    for index, (sense, terms, right) in enumerate(model.rows):
-        expression = pulp.LpAffineExpression([(variables[i], c) for i, c in terms.items()])
-        problem.addConstraint(pulp.LpConstraint(expression, _SENSE[sense], f"r{index}", right))
-    return problem, variables
-
-
-def _make(name: str, time_limit_s: float) -> pulp.LpSolver | None:
-    if name == "HiGHS":
-        # our models are tight and small: presolve takes longer than it saves (0.9 against 0.5 s for ten block ILPs)
-        solver = pulp.HiGHS(msg=False, threads=1, timeLimit=time_limit_s, gapRel=0.0, presolve="off")
-    else:
-        solver = pulp.PULP_CBC_CMD(msg=False, timeLimit=time_limit_s, gapRel=0.0)
-    return solver if solver.available() else None
-
-
-def _dual_bound(problem: pulp.LpProblem, name: str, constant: float) -> float:
-    if name != "HiGHS":
-        return -float("inf")
-    return float(problem.solverModel.getInfo().mip_dual_bound) + constant
+def _rounded(model: Model, values: Sequence[float]) -> tuple[float, ...]:
+    """Integers as integers, where they are within the tolerance: the rows are then checked for what will be built."""
+    return tuple(
+        float(round(v)) if whole and math.isfinite(v) and abs(v - round(v)) <= TOLERANCE else float(v)
+        for v, whole in zip(values, model.integer, strict=False)
+    )

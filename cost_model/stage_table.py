@@ -174,16 +174,20 @@ class StageTable:
         starts = [0] if stage == 0 else range(stage, total - after)
         return [(i, j) for i in starts for j in ([total] if after == 0 else range(i + 1, total - after + 1)) if j > i]
 
-    def times(self) -> npt.NDArray[np.float64]:
-        """T[stage, i, j] in seconds, inf where the run does not fit."""
+    def arrays(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        """(times, tails)[stage, i, j] in seconds, inf where the run does not fit."""
         total, stages = len(self.problem.layers), len(self.problem.stages)
-        table = np.full((stages, total + 1, total + 1), np.inf)
+        times = np.full((stages, total + 1, total + 1), np.inf)
+        tails = times.copy()
+        alike = len(set(self.problem.layers)) == 1
         for stage in range(stages):
+            known: dict[int, StagePrice | None] = {}
             for i, j in self.runs(stage):
-                found = self.price(stage, i, j)
+                found = known[j - i] if alike and j - i in known else self.price(stage, i, j)
+                known[j - i] = found
                 if found is not None:
-                    table[stage, i, j] = found.time_s
-        return table
+                    times[stage, i, j], tails[stage, i, j] = found.time_s, found.tail_s
+        return times, tails
 
     def memory_needed(self) -> tuple[float, int]:
         """Smallest device memory in bytes any cut fits in, and the stage that binds; see `InfeasiblePlanError`."""

@@ -27,7 +27,9 @@ PLAN = Plan(
         "peak_memory_bytes": [{"parameters": 1024, "total": 1024}],
     },
 )
-STATISTICS = {"variables": 12, "constraints": 8, "candidates": 6, "pruned": 4, "capture_s": 0.25, "search_s": 0.5}
+COUNTS = {"variables": 12, "constraints": 8, "candidates": 6, "pruned": 4, "solved": 2}
+STATISTICS = {"solver": "highs", "status": "incumbent", "gap": 0.125, "bound_s": 0.5, **COUNTS,
+              "capture_s": 0.25, "search_s": 0.5}  # fmt: skip
 ARGUMENTS = ["plan", "--model", "llama-tiny", "--cluster", "local:4", "--global-batch", "8", "--seq-len", "16"]
 
 
@@ -53,11 +55,24 @@ def test_plan_prints_the_report_and_saves_the_plan(tmp_path: Path, capsys: pytes
 def test_plan_json_is_the_only_output_and_holds_the_documented_keys(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*ARGUMENTS, "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
-    counts = {"variables": 12, "constraints": 8, "candidates": 6, "pruned": 4}
-    assert list(data) == ["capture_s", "search_s", *counts, "plan", "prediction"]
-    assert {key: data[key] for key in counts} == counts
+    assert sorted(data) == sorted([*STATISTICS, "plan", "prediction"])
+    assert {key: data[key] for key in STATISTICS} == pytest.approx(STATISTICS)
     assert Plan.loads(json.dumps(data["plan"])) == PLAN
     assert data["prediction"]["step_time_s"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [(["--solver", "cplex"], "search.solver: 'cplex' is not one of highs, cbc, heuristic"),
+     (["--time-limit", "soon"], '--time-limit: must be a duration such as "90s"'),
+     (["--time-limit", "0s"], "--time-limit: must be a duration")],
+)  # fmt: skip
+@pytest.mark.usefixtures("found")
+def test_plan_refuses_a_search_it_cannot_make(
+    options: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*ARGUMENTS, *options]) == 2
+    assert text in capsys.readouterr().err
 
 
 def changed(**options: str) -> list[str]:

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from autopar.cost_model.pipeline_ilp import PipelineSolution, solve_pipeline, step_time
+from autopar.cost_model.pipeline_ilp import MOST_CUTS, PipelineSolution, solve_pipeline, step_time
 from autopar.cost_model.stage_table import (
     LayerClass,
     LayerMode,
@@ -106,11 +106,12 @@ def _brute_stage(problem: PipelineProblem, s: int, layers: tuple[int, ...]) -> S
     return best
 
 
-def test_optimal_on_random_instances() -> None:
+@pytest.mark.parametrize("most_cuts", [1, MOST_CUTS], ids=["by the ILP", "by the sweep"])
+def test_optimal_on_random_instances(most_cuts: int) -> None:
     feasible = with_ilp = 0
     for seed in range(150):
         problem = random_problem(seed)
-        expected, found = brute_force(problem), solve_pipeline(problem)
+        expected, found = brute_force(problem), solve_pipeline(problem, most_cuts=most_cuts)
         if expected is None:
             assert found is None
             needed, _ = StageTable(problem).memory_needed()
@@ -118,10 +119,11 @@ def test_optimal_on_random_instances() -> None:
             continue
         assert found is not None
         assert found.step_s == pytest.approx(expected, rel=1e-9)
+        assert found.bound_s == pytest.approx(expected, rel=1e-9)
         feasible += 1
         with_ilp += found.variables > 0
     assert feasible >= 60
-    assert with_ilp >= 20
+    assert with_ilp >= 20 if most_cuts == 1 else with_ilp == 0
 
 
 def test_memory_needed_is_the_border_of_feasibility() -> None:
