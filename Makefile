@@ -38,7 +38,7 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 bench: $(READY)
-	$(BIN)/python benchmarks/plan_speed.py
+	$(BIN)/python benchmarks/search_speed.py
 	$(BIN)/python benchmarks/rewrite_overhead.py
 	$(BIN)/python benchmarks/calibrated_layouts.py
 
