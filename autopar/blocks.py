@@ -107,8 +107,11 @@ def _cut(graph: fx.Graph, parameters: Mapping[str, ParameterSpec]) -> tuple[Segm
         if node.op != "call_function":
             users = [u.meta["segment"] for u in node.users if "segment" in u.meta]
             node.meta["segment"] = min(users, default=0) if node.op != "output" else max(len(plan) - 1, 0)
+    nodes: list[list[fx.Node]] = [[] for _ in plan]
+    for node in ops:
+        nodes[node.meta["segment"]].append(node)
     return tuple(
-        Segment(i, kind, path, _structure(graph, i), _parameters_of(graph, i, parameters))
+        Segment(i, kind, path, _structure(nodes[i]), _parameters_of(nodes[i], parameters))
         for i, (kind, path) in enumerate(plan)
     )
 
@@ -154,18 +157,17 @@ def _layer_lists(graph: fx.Graph) -> set[str]:
     }
 
 
-def _parameters_of(graph: fx.Graph, segment: int, parameters: Mapping[str, ParameterSpec]) -> tuple[str, ...]:
+def _parameters_of(nodes: Iterable[fx.Node], parameters: Mapping[str, ParameterSpec]) -> tuple[str, ...]:
     used = dict.fromkeys(
         str(source.target)
-        for node in graph.nodes
-        if node.op == "call_function" and node.meta["segment"] == segment
+        for node in nodes
         for source in node.all_input_nodes
         if source.op == "get_attr" and source.target in parameters
     )
     return tuple(used)
 
 
-def _structure(graph: fx.Graph, segment: int) -> str:
+def _structure(nodes: Iterable[fx.Node]) -> str:
     """Hash of ops, constants, shapes and wiring; equal for layers that differ only in which weights they hold."""
     local: dict[fx.Node, str] = {}
     outside: dict[fx.Node, str] = {}
@@ -180,16 +182,12 @@ def _structure(graph: fx.Graph, segment: int) -> str:
         return outside[node]
 
     lines = []
-    for node in _ops_of(graph, segment):
+    for node in nodes:
         arguments: Any = fx.node.map_arg((node.args, node.kwargs), lambda n: _Reference(refer(n)))  # type: ignore[arg-type, return-value]
         target = node.target if isinstance(node.target, torch._ops.OpOverload) else op_name(node)  # no addresses
         lines.append(f"{target} {arguments} {node.meta.get('shape')} {node.meta.get('dtype')}")
         local[node] = f"n{len(local)}"
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
-
-
-def _ops_of(graph: fx.Graph, segment: int) -> Iterable[fx.Node]:
-    return (n for n in graph.nodes if n.op == "call_function" and n.meta["segment"] == segment)
 
 
 class _Reference:

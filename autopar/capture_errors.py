@@ -17,7 +17,7 @@ from torch import fx, nn
 from autopar.errors import UnsupportedModelError
 from autopar.user_code import users_place
 
-__all__ = ["custom_backward_refused", "explain_failure", "export_is_quiet", "refuse_effects"]
+__all__ = ["changed_root", "custom_backward_refused", "explain_failure", "export_is_quiet", "refuse_effects"]
 
 # (text in the error's class or message, reason, remedy), most specific first
 _VALUES = ("control flow depends on tensor values", "use torch.where or make the branch a constant flag")
@@ -121,7 +121,7 @@ def refuse_effects(exported: torch.export.ExportedProgram) -> None:
     """Raise UnsupportedModelError for what a static graph would silently lose: mutated state, autocast regions."""
     targets = {s.arg.name: str(s.target) for s in exported.graph_signature.input_specs if s.target is not None}
     for node in exported.graph.nodes:
-        changed = _changed_root(node)
+        changed = changed_root(node)
         if changed is not None:
             name = targets.get(changed.name, "").removeprefix("model.")
             raise UnsupportedModelError(
@@ -135,11 +135,11 @@ def refuse_effects(exported: torch.export.ExportedProgram) -> None:
             raise UnsupportedModelError(
                 f"contains a {node.target.name()} region",
                 where=where or "model",
-                try_="remove autocast and no_grad regions from forward; precision is set in TrainSpec",
+                try_="remove autocast regions from forward; precision is set in TrainSpec",
             )
 
 
-def _changed_root(node: fx.Node) -> fx.Node | None:
+def changed_root(node: fx.Node) -> fx.Node | None:
     """The placeholder (buffer, parameter or input) that an in-place op changes, also through views; else None."""
     target = node.target
     if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:

@@ -94,6 +94,7 @@ class TracedModel:
     ties         alias -> canonical name for parameters that are one tensor under several names
     seq_range    sequence lengths the graph is valid for (None: no upper end); branches in the model's code narrow it
     unknown_buffers  buffers of a meta-built model whose values could not be recomputed: fine to plan, not to train
+    repeated_layers  paths of layers that were not run, but filled in from an equal one
     capture_s    seconds spent capturing, imports excluded
     notices      what capture had to assume or could not keep, one sentence each, for the report
     """
@@ -114,6 +115,7 @@ class TracedModel:
     seq_range: tuple[int, int | None] = (1, None)
     capture_s: float = 0.0
     unknown_buffers: tuple[str, ...] = ()
+    repeated_layers: tuple[str, ...] = ()
     notices: tuple[str, ...] = field(default_factory=tuple)
 
     @property
@@ -125,6 +127,14 @@ class TracedModel:
         return (
             n for n in self.graph_module.graph.nodes if n.op == "call_function" and n.meta["segment"] == segment.index
         )
+
+    def nodes_by_segment(self) -> list[list[fx.Node]]:
+        """`nodes_of` every segment, in one walk over the graph."""
+        nodes: list[list[fx.Node]] = [[] for _ in self.segments]
+        for node in self.graph_module.graph.nodes:
+            if node.op == "call_function":
+                nodes[node.meta["segment"]].append(node)
+        return nodes
 
     @property
     def parameter_count(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
@@ -18,11 +19,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
-from autopar.binding import CallSignature, call_arguments, flat_names, forward_parameters, graph_name
+from autopar.binding import CallSignature, call_arguments, flat_names, forward_parameters
 from autopar.blocks import annotate
 from autopar.capture_errors import custom_backward_refused, explain_failure, export_is_quiet, refuse_effects
+from autopar.equal_layers import LayerNumberError
 from autopar.errors import SpecError, UnsupportedModelError
+from autopar.grad_regions import inline_no_grad
 from autopar.ir import InputSpec, ParameterSpec, TracedModel
+from autopar.plain_graph import plain_graph, symbols_of
+from autopar.repeated_layers import LayerGraph, Repeats, layer_graphs
 from autopar.shell import CallShell, make_shell
 
 __all__ = ["BATCH", "SEQ", "trace"]
@@ -34,7 +39,12 @@ LossFn = Callable[[Any, Mapping[str, Any]], torch.Tensor]
 
 
 def trace(
-    model: nn.Module, example: Any, *, loss_fn: LossFn | None = None, parameter_dtype: torch.dtype | None = None
+    model: nn.Module,
+    example: Any,
+    *,
+    loss_fn: LossFn | None = None,
+    parameter_dtype: torch.dtype | None = None,
+    repeat_layers: bool = True,
 ) -> TracedModel:
     """Capture `model` called on `example`.
 
@@ -44,30 +54,30 @@ def trace(
     example: a mapping of arguments by name, a sequence of positional arguments, or one object (tensor, dataclass) that
     is the only argument. Only shapes, dtypes and non-tensor values matter; dim 0 of every tensor is the batch, dim 1
     the sequence where it equals that of the first tensor with two dims. Meta tensors will do.
+
+    repeat_layers: run equal layers once where that gives the same graph (autopar.repeated_layers); False runs all.
     Raises UnsupportedModelError with module path, reason and remedy.
     """
     start = time.perf_counter()
     arguments = _arguments(model, example)
     names = forward_parameters(model)
-    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True, static_shapes=False)
     leaves = flat_names(arguments)
-    shell, unknown_buffers = make_shell(model, mode, parameter_dtype)
-    fake, dynamic = _fake_call([v for v in leaves.values() if isinstance(v, torch.Tensor)], mode)
-    call = CallShell(shell, loss_fn, frozenset(names), _rebuilder(arguments))
-    try:
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"), custom_backward_refused(), export_is_quiet():
-            exported = torch.export.export(call, (fake,), strict=False, dynamic_shapes=(dynamic,))
-    except Exception as error:  # export raises dozens of unrelated classes; all become one with the module path
-        raise explain_failure(error, call) from error
-    refuse_effects(exported)
+
+    def export(repeat: bool) -> _Export | None:
+        return _export(model, arguments, leaves, loss_fn, frozenset(names), parameter_dtype, repeat=repeat)
+
+    found = (export(True) if repeat_layers else None) or export(False)
+    assert found is not None
+    refuse_effects(found.program)
 
     parameters, buffers, ties = _state(model)
-    graph_module, symbols = _plain_graph(exported, model, shell, leaves)
-    _set_shapes(graph_module.graph, symbols)
-    _set_paths(graph_module.graph)
-    inputs = _inputs(graph_module.graph)
-    outputs, out_spec, loss = _outputs(graph_module.graph, exported)
-    segments = annotate(graph_module.graph, parameters)
+    graph_module = plain_graph(found.program, model, found.shell, leaves, found.layers)
+    graph = graph_module.graph
+    symbols = _roles(graph)
+    _set_shapes(graph, symbols)
+    inputs = _inputs(graph)
+    outputs, out_spec, loss = _outputs(graph, found.program)
+    segments = annotate(graph, parameters)
     return TracedModel(
         graph_module=graph_module,
         batch=BATCH,
@@ -85,11 +95,56 @@ def trace(
         parameters=parameters,
         buffers=buffers,
         ties=ties,
-        fingerprint=_fingerprint(graph_module.graph, parameters),
-        seq_range=_seq_range(exported, symbols, inputs, fake),
-        unknown_buffers=tuple(unknown_buffers),
+        fingerprint=_fingerprint(graph, parameters),
+        seq_range=_seq_range(found.program, symbols, inputs, found.fake),
+        unknown_buffers=found.unknown_buffers,
+        repeated_layers=found.repeated,
         capture_s=time.perf_counter() - start,
     )
+
+
+@dataclass(frozen=True)
+class _Export:
+    """An exported program with what is needed to read it; `repeated` are the paths of layers to fill in."""
+
+    program: torch.export.ExportedProgram
+    shell: nn.Module
+    unknown_buffers: tuple[str, ...]
+    fake: list[torch.Tensor]
+    layers: dict[int, LayerGraph]
+    repeated: tuple[str, ...]
+
+
+def _export(
+    model: nn.Module,
+    arguments: dict[str, Any],
+    leaves: Mapping[str, Any],
+    loss_fn: LossFn | None,
+    accepted: frozenset[str],
+    parameter_dtype: torch.dtype | None,
+    *,
+    repeat: bool,
+) -> _Export | None:
+    """None if layers were repeated that may not be."""
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True, static_shapes=False)
+    shell, unknown_buffers = make_shell(model, mode, parameter_dtype)
+    fake, dynamic = _fake_call([v for v in leaves.values() if isinstance(v, torch.Tensor)], mode)
+    call = CallShell(shell, loss_fn, accepted, _rebuilder(arguments))
+    repeats = Repeats(call) if repeat else None
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"), custom_backward_refused(), export_is_quiet():
+            program = torch.export.export(call, (fake,), strict=False, dynamic_shapes=(dynamic,))
+    except LayerNumberError:
+        return None
+    except Exception as error:  # export raises dozens of unrelated classes; all become one with the module path
+        if repeats is not None and (repeats.paths or not repeats.trusted):
+            return None
+        raise explain_failure(error, call) from error
+    inline_no_grad(program.graph_module)
+    layers = layer_graphs(program.graph, repeats) if repeats is not None else {}
+    if layers is None:
+        return None
+    return _Export(program, shell, tuple(unknown_buffers), fake, layers, repeats.user_paths if repeats else ())
 
 
 def _arguments(model: nn.Module, example: Any) -> dict[str, Any]:
@@ -153,70 +208,14 @@ def _state(
     return parameters, buffers, ties
 
 
-def _plain_graph(
-    exported: torch.export.ExportedProgram, model: nn.Module, shell: nn.Module, leaves: Mapping[str, Any]
-) -> tuple[fx.GraphModule, dict[sympy.Symbol, sympy.Symbol]]:
-    """A fresh GraphModule: state as get_attr of the user's tensors, inputs under the user's names.
-
-    `exported.module()` would add guard functions and an input-checking hook; the bare graph has neither.
-    """
-    graph = fx.Graph()
-    state = {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
-    shell_buffers = dict(shell.named_buffers(remove_duplicate=False))
-    attributes: dict[str, Any] = {}
-    copies: dict[fx.Node, fx.Node] = {}
-    canonical = _canonical_names(model)
-    input_names = iter(n for n, v in leaves.items() if isinstance(v, torch.Tensor))
+def _roles(graph: fx.Graph) -> dict[sympy.Symbol, sympy.Symbol]:
+    """Which symbols of the inputs' sizes are the batch and which the sequence."""
     roles: dict[sympy.Symbol, sympy.Symbol] = {}
-    for node, spec in zip(
-        (n for n in exported.graph.nodes if n.op == "placeholder"), exported.graph_signature.input_specs, strict=True
-    ):
-        if spec.kind == torch.export.graph_signature.InputKind.USER_INPUT:
-            copies[node] = graph.placeholder(graph_name(next(input_names)))
+    for node in graph.nodes:
+        if node.op == "placeholder":
             for dim, role in ((0, BATCH), (1, SEQ)):
-                roles |= dict.fromkeys(_symbols_of(node.meta["val"], dim), role)
-        else:
-            name = str(spec.target).removeprefix("model.")
-            name = canonical.get(name, name)
-            if spec.kind == torch.export.graph_signature.InputKind.CONSTANT_TENSOR:
-                name = f"_constants.{str(spec.target).replace('.', '_')}"
-                attributes[name] = exported.constants[str(spec.target)]
-            else:
-                tensor = state[name]
-                rebuilt = name in shell_buffers and tensor.is_meta
-                attributes[name] = shell_buffers[name] if rebuilt else tensor
-            copies[node] = graph.get_attr(name)
-        copies[node].meta = dict(node.meta)
-    for node in exported.graph.nodes:
-        if node.op not in ("placeholder", "output"):
-            copies[node] = graph.node_copy(node, lambda n: copies[n])
-        elif node.op == "output":
-            graph.output(fx.node.map_arg(node.args[0], lambda n: copies[n]))
-    return _module_of(attributes, graph), roles
-
-
-def _module_of(attributes: Mapping[str, Any], graph: fx.Graph) -> fx.GraphModule:
-    """A GraphModule holding exactly these tensors; get_attr only looks them up, so no wrapper modules are needed."""
-    return fx.GraphModule(dict(attributes), graph, "Traced")
-
-
-def _canonical_names(model: nn.Module) -> dict[str, str]:
-    first: dict[int, str] = {}
-    return {
-        name: first.setdefault(id(tensor), name)
-        for source in (model.named_parameters, model.named_buffers)
-        for name, tensor in source(remove_duplicate=False)
-    }
-
-
-def _symbols_of(value: torch.Tensor, dim: int) -> list[sympy.Symbol]:
-    size: Any = value.shape[dim] if value.dim() > dim else None
-    if not isinstance(size, torch.SymInt):
-        return []
-    return [s for s in size.node.expr.free_symbols if isinstance(s, sympy.Symbol)]
+                roles |= dict.fromkeys(symbols_of(node.meta["val"], dim), role)
+    return roles
 
 
 def _set_shapes(graph: fx.Graph, roles: Mapping[sympy.Symbol, sympy.Symbol]) -> None:
@@ -242,16 +241,6 @@ def _set_shapes(graph: fx.Graph, roles: Mapping[sympy.Symbol, sympy.Symbol]) -> 
         node.meta["dtype"] = first.dtype if isinstance(first, torch.Tensor) else None
         if isinstance(value, torch.SymInt):
             node.meta["size"] = size(value)
-
-
-def _set_paths(graph: fx.Graph) -> None:
-    """meta["path"]: innermost user module, without the shell's prefix and export's call counters ("norm@1")."""
-    for node in graph.nodes:
-        stack = node.meta.get("nn_module_stack") or {}
-        paths = [entry[0].split("@")[0] for entry in stack.values()]
-        inner = paths[-1] if paths else ""
-        inner = "" if "empty_nn_module_stack" in inner else inner
-        node.meta["path"] = inner.removeprefix("model").removeprefix(".") if inner.startswith("model") else ""
 
 
 def _inputs(graph: fx.Graph) -> tuple[InputSpec, ...]:

@@ -55,8 +55,7 @@ def strategy_table(traced: TracedModel, ranks: int, seq_len: int, axis: str = "t
     def offer(node: fx.Node, options: tuple[Strategy, ...]) -> None:
         table[node] = tuple(dict.fromkeys((*table.get(node, ()), *options)))  # a tied weight has users in two segments
 
-    for segment in traced.segments:
-        nodes = list(traced.nodes_of(segment))
+    for segment, nodes in zip(traced.segments, traced.nodes_by_segment(), strict=True):
         if segment.class_id not in first_of_class:
             local = strategies_of_graph(nodes, ranks, {traced.seq: seq_len}, axis)
             first_of_class[segment.class_id] = (nodes, local)
@@ -74,12 +73,13 @@ def strategy_table(traced: TracedModel, ranks: int, seq_len: int, axis: str = "t
 def ops_without_rule(traced: TracedModel) -> dict[str, int]:
     """Ops inside layers that carry gradient and can only run replicated, and how many there are of each."""
     found: Counter[str] = Counter()
-    for segment in traced.layers:
+    count = Counter(s.class_id for s in traced.layers)
+    for segment in {s.class_id: s for s in traced.layers}.values():
         for node in traced.nodes_of(segment):
             if node.meta["grad"] and not is_mapped(node) and isinstance(node.meta["shape"], tuple):
                 tensors = tensor_arguments(node)
                 if rule_of(node, tensors) is None and structural_rule(node, tensors) is None:
-                    found[op_name(node)] += 1
+                    found[op_name(node)] += count[segment.class_id]
     return dict(found)
 
 

@@ -12,6 +12,7 @@ from autopar.cost_model.strategy_table import ops_without_rule
 from autopar.ir import TracedModel
 from autopar.passes.canonicalize import canonicalize
 from autopar.passes.fold_masks import fold_masks
+from autopar.plain_graph import graph_module as new_graph_module
 
 __all__ = ["copy_graph", "prepare"]
 
@@ -40,4 +41,4 @@ def copy_graph(graph_module: fx.GraphModule) -> fx.GraphModule:
     for node in graph_module.graph.nodes:
         copies[node] = graph.node_copy(node, lambda n: copies[n])
         copies[node].meta = copy.copy(node.meta)
-    return fx.GraphModule(graph_module, graph, "Traced")
+    return new_graph_module(graph_module, graph)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from autopar.ir import TracedModel
+from autopar.trace import trace
 
 VOCAB, DIM, LAYERS, HEADS, POSITIONS = 64, 32, 4, 4, 64
 
@@ -266,3 +270,9 @@ def default_batch(rows: int = 8, seq: int = 16, seed: int = 1) -> dict[str, Tens
     """Token ids [rows, seq] in 1..63; the labels are the ids (a separate tensor, so capture keeps two inputs)."""
     ids = torch.randint(1, VOCAB, (rows, seq), generator=torch.Generator().manual_seed(seed))
     return {"input_ids": ids, "labels": ids.clone()}
+
+
+@functools.cache
+def captured(family: str) -> TracedModel:
+    """The family captured on the default batch, once for all tests: they only read it."""
+    return trace({**BUILDERS, **MORE_HF_BUILDERS}[family](), default_batch())

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import itertools
 
+from autopar.cost_model.search import search
+from autopar.ir import TracedModel
 from autopar.mesh import Degrees
 from autopar.plan import Plan
+from autopar.specs import ClusterSpec, Pins, TrainSpec
 
 _LLAMA = {
     "model.embed_tokens.weight": "S(0)",
@@ -78,3 +81,18 @@ def megatron(
         checkpoint={f"{path}.*": "full"} if checkpoint else {},
         precision=precision,
     )
+
+
+def on_every_axis(traced: TracedModel, precision: str = "fp64") -> list[Plan]:
+    """Two ranks on each axis: tensor parallel as the search lays it out, without and with sequence sharding, then
+    pipeline, context and data parallel, in micro-batches of two rows; 8 sequences of 16 tokens."""
+    layers = tuple(s.path for s in traced.layers)
+    half = len(layers) // 2
+    train, cluster = TrainSpec(global_batch=8, seq_len=16, precision=precision), ClusterSpec.parse("local:2")
+    plans = [search(traced, cluster, train, Pins(tp=2, sp=sp)).plan for sp in (False, True)]
+    cuts = {Degrees(pp=2): (layers[:half], layers[half:]), Degrees(cp=2): (layers,), Degrees(dp=2): (layers,)}
+    for degrees, stages in cuts.items():
+        plans.append(
+            Plan(degrees=degrees, global_batch=8, seq_len=16, micro_batch=2, stages=stages, precision=precision)
+        )
+    return plans
