@@ -37,10 +37,12 @@ def annotate(graph: fx.Graph, parameters: Mapping[str, ParameterSpec]) -> tuple[
 
 
 def op_name(node: fx.Node) -> str:
-    """Short op name: `linear` for `aten.linear.default`, the function's name for a function."""
+    """Short op name: `linear` for `aten.linear.default`, `library.linear` for one of another library, the function's
+    name for a function."""
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
-        return target._schema.name.split("::")[-1]
+        library, _, name = target._schema.name.partition("::")
+        return name if library in ("aten", "prim") else f"{library}.{name}"
     return getattr(target, "__name__", str(target))
 
 

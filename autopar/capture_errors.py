@@ -9,7 +9,6 @@ import sys
 import traceback
 from collections.abc import Iterator
 from types import TracebackType
-from typing import Any
 
 import torch
 from torch import fx, nn
@@ -17,17 +16,12 @@ from torch import fx, nn
 from autopar.errors import UnsupportedModelError
 from autopar.user_code import users_place
 
-__all__ = ["changed_root", "custom_backward_refused", "explain_failure", "export_is_quiet", "refuse_effects"]
+__all__ = ["CustomBackwardError", "changed_root", "explain_failure", "export_is_quiet", "refuse_effects"]
 
 # (text in the error's class or message, reason, remedy), most specific first
 _VALUES = ("control flow depends on tensor values", "use torch.where or make the branch a constant flag")
 _WHOLE = "the chained error for the full text (--traceback on the command line)"
 _REASONS = (
-    (
-        "CustomBackwardError",
-        "uses a custom autograd.Function, whose backward would be lost",
-        "write the op with torch functions, or register it as a torch.library.custom_op with its autograd",
-    ),
     ("GuardOnDataDependent", *_VALUES),
     ("data-dependent", *_VALUES),
     ("DynamicCache", "the output holds a key/value cache", "set use_cache=False for training"),
@@ -61,33 +55,19 @@ def _is_no_warning(record: logging.LogRecord) -> bool:
 
 
 class CustomBackwardError(Exception):
-    """Raised inside the user's forward when it applies an autograd.Function of its own."""
+    """Raised inside the user's forward where an autograd.Function cannot be kept as one op: its name and why."""
 
-
-@contextlib.contextmanager
-def custom_backward_refused() -> Iterator[None]:
-    """Within: `apply` of an autograd.Function that is not torch's raises CustomBackwardError.
-
-    Capture records what its forward does and would differentiate that: a straight-through estimator trains nothing.
-    """
-    function = torch.autograd.Function
-    original = function.__dict__["apply"]
-
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if not cls.__module__.startswith("torch."):
-            raise CustomBackwardError(cls.__name__)
-        return original.__get__(None, cls)(*args, **kwargs)
-
-    function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
-    try:
-        yield
-    finally:
-        function.apply = original  # type: ignore[method-assign]
+    def __init__(self, name: str, why: str) -> None:
+        super().__init__(f"the autograd.Function {name} {why}")
 
 
 def explain_failure(error: Exception, shell: nn.Module) -> UnsupportedModelError:
     """The UnsupportedModelError for a failed export: innermost user module and source line, reason, remedy."""
     path, line = _place(error, shell)
+    if isinstance(error, CustomBackwardError):
+        return UnsupportedModelError(
+            f"cannot be captured: {error}{line}", where=path or "model", try_="plain tensors in and out of apply"
+        )
     text = f"{type(error).__name__}: {error}"
     reason, remedy = next(
         ((r, t) for key, r, t in _REASONS if key in text),
@@ -121,6 +101,7 @@ def refuse_effects(exported: torch.export.ExportedProgram) -> None:
     """Raise UnsupportedModelError for what a static graph would silently lose: mutated state, autocast regions."""
     targets = {s.arg.name: str(s.target) for s in exported.graph_signature.input_specs if s.target is not None}
     for node in exported.graph.nodes:
+        _refuse_out(node)
         changed = changed_root(node)
         if changed is not None:
             name = targets.get(changed.name, "").removeprefix("model.")
@@ -130,13 +111,30 @@ def refuse_effects(exported: torch.export.ExportedProgram) -> None:
                 try_="keep such state outside the model" if name else "work on a clone of the input",
             )
         if node.op == "call_function" and isinstance(node.target, torch._ops.HigherOrderOperator):
-            stack = list((node.meta.get("nn_module_stack") or {}).values())
-            where = stack[-1][0].removeprefix("model").removeprefix(".") if stack else ""
             raise UnsupportedModelError(
                 f"contains a {node.target.name()} region",
-                where=where or "model",
+                where=module_path(node) or "model",
                 try_="remove autocast regions from forward; precision is set in TrainSpec",
             )
+
+
+def _refuse_out(node: fx.Node) -> None:
+    """`out=` and ops that write into any argument but the first: a graph that is cut and reordered would lose it."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
+        written = [a.name for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        if written != [target._schema.arguments[0].name]:
+            raise UnsupportedModelError(
+                f"{target._schema.name} writes into its argument {written[-1]}",
+                where=module_path(node) or "model",
+                try_="use the result it returns",
+            )
+
+
+def module_path(node: fx.Node) -> str:
+    """Innermost module of an exported node, without the shell's prefix."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    return str(stack[-1][0]).split("@")[0].removeprefix("model").removeprefix(".") if stack else ""
 
 
 def changed_root(node: fx.Node) -> fx.Node | None:

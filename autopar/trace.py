@@ -21,11 +21,12 @@ from torch.utils import _pytree as pytree
 
 from autopar.binding import CallSignature, call_arguments, flat_names, forward_parameters
 from autopar.blocks import annotate
-from autopar.capture_errors import custom_backward_refused, explain_failure, export_is_quiet, refuse_effects
+from autopar.capture_errors import explain_failure, export_is_quiet, refuse_effects
 from autopar.equal_layers import LayerNumberError
 from autopar.errors import SpecError, UnsupportedModelError
 from autopar.grad_regions import inline_no_grad
 from autopar.ir import InputSpec, ParameterSpec, TracedModel
+from autopar.opaque_functions import OpaqueCalls
 from autopar.plain_graph import plain_graph, symbols_of
 from autopar.repeated_layers import LayerGraph, Repeats, layer_graphs
 from autopar.shell import CallShell, make_shell
@@ -34,6 +35,10 @@ __all__ = ["BATCH", "SEQ", "trace"]
 
 BATCH = sympy.Symbol("batch", integer=True, positive=True)
 SEQ = sympy.Symbol("seq", integer=True, positive=True)
+
+_KEPT_WHOLE = (
+    "the autograd.Function {} is kept whole, with its own backward: it is taken to treat the rows of a batch apart"
+)
 
 LossFn = Callable[[Any, Mapping[str, Any]], torch.Tensor]
 
@@ -99,6 +104,7 @@ def trace(
         seq_range=_seq_range(found.program, symbols, inputs, found.fake),
         unknown_buffers=found.unknown_buffers,
         repeated_layers=found.repeated,
+        notices=found.notices,
         capture_s=time.perf_counter() - start,
     )
 
@@ -113,6 +119,7 @@ class _Export:
     fake: list[torch.Tensor]
     layers: dict[int, LayerGraph]
     repeated: tuple[str, ...]
+    notices: tuple[str, ...]
 
 
 def _export(
@@ -131,8 +138,9 @@ def _export(
     fake, dynamic = _fake_call([v for v in leaves.values() if isinstance(v, torch.Tensor)], mode)
     call = CallShell(shell, loss_fn, accepted, _rebuilder(arguments))
     repeats = Repeats(call) if repeat else None
+    opaque = OpaqueCalls()
     try:
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"), custom_backward_refused(), export_is_quiet():
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"), opaque.kept_whole(), export_is_quiet():
             program = torch.export.export(call, (fake,), strict=False, dynamic_shapes=(dynamic,))
     except LayerNumberError:
         return None
@@ -141,10 +149,13 @@ def _export(
             return None
         raise explain_failure(error, call) from error
     inline_no_grad(program.graph_module)
+    notices = [_KEPT_WHOLE.format(name) for name in opaque.put_back(program.graph)]
     layers = layer_graphs(program.graph, repeats) if repeats is not None else {}
     if layers is None:
         return None
-    return _Export(program, shell, tuple(unknown_buffers), fake, layers, repeats.user_paths if repeats else ())
+    return _Export(
+        program, shell, tuple(unknown_buffers), fake, layers, repeats.user_paths if repeats else (), tuple(notices)
+    )
 
 
 def _arguments(model: nn.Module, example: Any) -> dict[str, Any]:

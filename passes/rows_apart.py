@@ -7,6 +7,7 @@ normalised over, or appears twice in the result, rows have met.
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
 from autopar.blocks import op_name
@@ -60,9 +61,21 @@ def _mixes(node: fx.Node, traced: TracedModel) -> bool:
         return True
     rule = rule_of(node, tensors) or structural_rule(node, tensors)
     if rule is None:
-        return False
+        return _unknown_mixes(node, tensors, carriers, traced)
     kept = {(i, d) for x in rule.letters if x.output is not None for i, d in enumerate(x.inputs) if d is not None}
     return any(carrier not in kept for carrier in carriers)
+
+
+def _unknown_mixes(node: fx.Node, tensors: list[fx.Node], carriers: list[tuple[int, int]], traced: TracedModel) -> bool:
+    """An op without a rule mixes rows if it says that it works along them, or if no result has any."""
+    if not _batch_dims(node, traced):
+        return True
+    target = node.target
+    names = [a.name for a in target._schema.arguments] if isinstance(target, torch._ops.OpOverload) else []
+    dim = node.kwargs.get("dim")
+    if "dim" in names and names.index("dim") < len(node.args):
+        dim = node.args[names.index("dim")]
+    return isinstance(dim, int) and (0, dim % len(tensors[0].meta["shape"])) in carriers
 
 
 def _batch_dims(node: fx.Node, traced: TracedModel) -> list[int]:

@@ -250,29 +250,6 @@ def test_state_changed_in_forward_is_refused() -> None:
     assert float(model.calls) == 0.0
 
 
-class _StraightThrough(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.round()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
-
-
-def test_custom_backward_is_refused_rather_than_lost() -> None:
-    class Quantised(_Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            rounded: Tensor = _StraightThrough.apply(super().forward(x))
-            return rounded.mean()
-
-    with pytest.raises(UnsupportedModelError, match=r"custom autograd\.Function"):
-        trace(Quantised(), {"x": torch.zeros(4, 4)})
-    x = torch.rand(3, requires_grad=True)
-    _StraightThrough.apply(x).sum().backward()  # and it works as before afterwards
-    assert x.grad is not None
-
-
 def test_autocast_region_is_refused() -> None:
     class Autocast(_Linear):
         def forward(self, x: Tensor) -> Tensor:

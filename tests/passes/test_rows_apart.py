@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from autopar.mesh import Degrees
 from autopar.passes import apply, prepare
 from autopar.plan import Plan
 from autopar.trace import trace
-from tests.models import BUILDERS, MORE_HF_BUILDERS, default_batch
+from tests.models import BUILDERS, MORE_HF_BUILDERS, captured
 
 
 class Rows(nn.Module):
@@ -29,6 +30,16 @@ class Rows(nn.Module):
         return self.mix(x)
 
 
+class _RowSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.sum(0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.expand(4, 8)
+
+
 def _contrastive(x: Tensor) -> Tensor:
     return F.cross_entropy(x @ x.t(), torch.arange(x.shape[0]))
 
@@ -38,10 +49,13 @@ MIXING: dict[str, Callable[[Tensor], Tensor]] = {
     "in-batch contrast": _contrastive,
     "softmax over rows": lambda x: x.softmax(0).pow(2).mean(),
     "product of rows": lambda x: (x.t() @ x).pow(2).mean(),
+    "rows in order": lambda x: x.sort(0).values.pow(2).mean(),
+    "sum of rows by a custom function": lambda x: _RowSum.apply(x).pow(2).mean(),
     "first row": lambda x: (x - x[:1]).pow(2).mean(),
 }
 APART: dict[str, Callable[[Tensor], Tensor]] = {
     "squares": lambda x: x.pow(2).mean(),
+    "features in order": lambda x: x.sort(dim=-1).values.pow(2).mean(),
     "softmax over features": lambda x: x.softmax(-1).pow(2).mean(),
     "outer product in a row": lambda x: (x[:, :, None] @ x[:, None, :]).mean(),
 }
@@ -73,6 +87,6 @@ def test_one_micro_batch_may_mix() -> None:
 
 @pytest.mark.parametrize("family", [*BUILDERS, *MORE_HF_BUILDERS])
 def test_no_family_is_taken_for_mixing(family: str) -> None:
-    traced = prepare(trace({**BUILDERS, **MORE_HF_BUILDERS}[family](), default_batch()))
+    traced = prepare(captured(family))
     layers = tuple(s.path for s in traced.layers)
     apply(traced, Plan(degrees=Degrees(dp=2), global_batch=8, seq_len=16, micro_batch=2, stages=(layers,)))
