@@ -12,14 +12,14 @@ from autopar.checks import require_count, shown
 from autopar.errors import SpecError, nearest
 from autopar.mesh import divisors
 from autopar.placement import parse_placement
-from autopar.plan import CHECKPOINT_MODES, SCHEDULES
+from autopar.plan import CHECKPOINT_MODES, CONTEXT_PARALLEL, SCHEDULES
 
 if TYPE_CHECKING:
     from autopar.specs import ClusterSpec, TrainSpec
 
 __all__ = ["Pins"]
 
-COUNTS = ("dp", "cp", "tp", "pp", "microbatch", "virtual_stages")
+COUNTS = ("dp", "cp", "tp", "pp", "microbatch", "virtual_stages", "zero_group", "checkpoint_segment")
 SWITCHES = {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False}
 
 
@@ -40,7 +40,10 @@ class Pins:
     schedule: str | None = None
     virtual_stages: int | None = None
     zero: int | None = None
+    zero_group: int | None = None
     checkpoint: str | None = None
+    checkpoint_segment: int | None = None
+    context_parallel: str | None = None
     modules: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -50,7 +53,8 @@ class Pins:
                 require_count(value, f"pin {name}")
         if self.sp is not None and not isinstance(self.sp, bool):
             raise SpecError(f"must be true or false, not {shown(self.sp)}", where="pin sp")
-        for name, allowed in (("schedule", SCHEDULES), ("zero", (0, 1, 2, 3)), ("checkpoint", CHECKPOINT_MODES)):
+        for name, allowed in (("schedule", SCHEDULES), ("zero", (0, 1, 2, 3)), ("checkpoint", CHECKPOINT_MODES),
+                              ("context_parallel", CONTEXT_PARALLEL)):  # fmt: skip
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or value not in allowed):
                 raise SpecError(f"{shown(value)} is not one of {', '.join(map(str, allowed))}", where=f"pin {name}")
@@ -100,11 +104,12 @@ class Pins:
         _check_devices(self, cluster.num_devices)
         if train.global_batch is not None:
             _check_batch(self, train.global_batch)
-        if train.seq_len is not None and self.cp is not None and train.seq_len % self.cp:
+        if train.seq_len is not None and self.cp not in (None, 1) and train.seq_len % (2 * self.cp):
+            even = train.seq_len % 2 == 0
             raise SpecError(
-                f"the sequence of {train.seq_len} tokens cannot be cut into {self.cp} equal parts",
+                f"the sequence of {train.seq_len} tokens cannot be cut into {self.cp} equal parts of even length",
                 where="pin cp",
-                try_=f"cp one of {_nearest_divisors(train.seq_len, self.cp)}",
+                try_=f"cp one of {_nearest_divisors(train.seq_len // 2, self.cp) if even else 1}",
             )
 
 

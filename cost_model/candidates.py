@@ -1,31 +1,62 @@
-"""Legal settings of degrees, sequence sharding, micro-batch and schedule, with an analytic lower bound on the step.
+"""The outer search space: how work is cut (degrees, sequence sharding, micro-batch), and how each cut is run (schedule,
+chunks, ZeRO level and group, exchange over cp), with an analytic lower bound on the step.
 
-Bound: every op of the model at 1/tp of its single-rank time (launches are not divided), the pipeline's slowest stage at
-least the mean stage, no communication, no recompute, no tail:  (m - 1) T / pp + T.  It never exceeds the priced step.
+Bound: every op of the model at 1/(tp cp) of its single-rank time (launches are not divided), the pipeline's slowest
+stage at least the mean stage, no communication, no recompute, no tail:  (m - 1) T / pp + T / pp. It never exceeds the
+priced step: a stage takes m times its part whatever the schedule.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from autopar.errors import InfeasiblePlanError, SpecError
+from autopar.errors import InfeasiblePlanError
 from autopar.mesh import Degrees, divisors
 from autopar.specs import Pins
 
-__all__ = ["Setting", "check_pins", "enumerate_settings", "lower_bound"]
+__all__ = [
+    "ModelLimits",
+    "Partition",
+    "Setting",
+    "count_settings",
+    "enumerate_partitions",
+    "lower_bound",
+    "settings_of",
+]
 
-_SCHEDULES = ("1f1b", "gpipe")
+HYBRID = False
+SEGMENTS = (1, 2, 4, 8)
+"""Layers recomputed together; a longer segment keeps little less and needs the working set of all its layers."""
 
 
 @dataclass(frozen=True)
-class Setting:
-    """One point of the outer search space."""
+class ModelLimits:
+    """What the model and the runtime allow.
+
+    layers                of the model
+    tp_is_legal           whether heads and weights divide over tp
+    exchanges             (cp, tp) -> kinds of attention over a cut sequence that run; empty: none
+    equal_layers          layers of one class: a rank may hold several chunks
+    splits_backward       zero-bubble runs: parameters computed in their own dtype, none frozen
+    heads                 numbers of attention heads, for messages
+    """
+
+    layers: int
+    tp_is_legal: Callable[[int], bool]
+    exchanges: Callable[[int, int], tuple[str, ...]]
+    equal_layers: bool = True
+    splits_backward: bool = False
+    heads: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Partition:
+    """How the work of a micro-batch is cut; prices of blocks depend on nothing else."""
 
     degrees: Degrees
     sequence_sharding: bool
     micro_batch: int
-    schedule: str
     global_batch: int
 
     @property
@@ -34,100 +65,172 @@ class Setting:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """Ties go to fewer axes, then to less tp, less pp, no sequence sharding, larger micro-batches."""
+        """Ties go to fewer axes, then to less tp, less pp, less cp, no sequence sharding, larger micro-batches."""
         d = self.degrees
         axes = sum(size > 1 for size in d.shape)
-        return (axes, d.tp, d.pp, d.cp, int(self.sequence_sharding), -self.micro_batch, int(self.schedule == "gpipe"))
+        return (axes, d.tp, d.pp, d.cp, int(self.sequence_sharding), -self.micro_batch)
 
 
-def check_pins(pins: Pins, num_devices: int, global_batch: int, seq_len: int) -> None:
-    """Refuse what this release does not execute, and what cannot be whatever the rest. Raises SpecError by name."""
-    _check_built(pins)
-    _check_degrees(pins, num_devices)
-    _check_sizes(pins, global_batch, seq_len)
+@dataclass(frozen=True)
+class Setting:
+    """One point of the outer search space. `zero_group`: dp ranks that share one sharded copy, 0: all of them."""
+
+    partition: Partition
+    schedule: str = "1f1b"
+    virtual_stages: int = 1
+    zero: int = 0
+    zero_group: int = 0
+    exchange: str = "ring"
+
+    @property
+    def degrees(self) -> Degrees:
+        return self.partition.degrees
+
+    @property
+    def sequence_sharding(self) -> bool:
+        return self.partition.sequence_sharding
+
+    @property
+    def micro_batch(self) -> int:
+        return self.partition.micro_batch
+
+    @property
+    def micro_batches(self) -> int:
+        return self.partition.micro_batches
+
+    @property
+    def zero_shard(self) -> int:
+        """Ranks that share one sharded copy."""
+        d = self.degrees
+        return (self.zero_group or d.dp) * d.cp if self.zero else 1
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Ties of a partition go to less sharding, fewer chunks, the plainer schedule and exchange."""
+        plainness = ("1f1b", "gpipe", "interleaved", "zero-bubble").index(self.schedule)
+        exchange = ("ring", "all-gather", "all-to-all").index(self.exchange)
+        return (*self.partition.order, self.zero, self.zero_group, self.virtual_stages, plainness, exchange)
 
 
-def _check_built(pins: Pins) -> None:
-    if pins.cp is not None and pins.cp != 1:
-        raise SpecError(f"cp={pins.cp} is priced but not executed yet", where="pin cp", try_="cp=1")
-    if pins.zero not in (None, 0):
-        raise SpecError(f"zero={pins.zero} is not built yet", where="pin zero", try_="zero=0")
-    if pins.schedule not in (None, *_SCHEDULES):
-        raise SpecError(f"schedule={pins.schedule} is not built yet", where="pin schedule", try_="1f1b or gpipe")
-    if pins.virtual_stages not in (None, 1):
-        raise SpecError(
-            f"virtual_stages={pins.virtual_stages} is not built yet",
-            where="pin virtual_stages",
-            try_="virtual_stages=1",
-        )
-    if pins.checkpoint not in (None, "none", "full"):
-        raise SpecError(f"checkpoint={pins.checkpoint} is not built yet", where="pin checkpoint", try_="none or full")
-
-
-def _check_degrees(pins: Pins, num_devices: int) -> None:
-    for axis in ("dp", "tp", "pp"):
-        size = getattr(pins, axis)
-        if size is not None and num_devices % size:
-            raise SpecError(
-                f"{axis}={size} does not divide {num_devices} devices", where=f"pin {axis}",
-                try_=f"one of {', '.join(map(str, divisors(num_devices)))}",
-            )  # fmt: skip
-    product = (pins.dp or 1) * (pins.tp or 1) * (pins.pp or 1)
-    complete = None not in (pins.dp, pins.tp, pins.pp)
-    if (complete and product != num_devices) or num_devices % product:
-        raise SpecError(
-            f"pinned degrees multiply to {product}, the cluster has {num_devices} devices", where="pins",
-            try_="degrees whose product is the number of devices",
-        )  # fmt: skip
-
-
-def _check_sizes(pins: Pins, global_batch: int, seq_len: int) -> None:
-    if pins.sp and pins.tp and pins.tp > 1 and seq_len % pins.tp:
-        raise SpecError(f"seq_len {seq_len} does not divide by tp={pins.tp}", where="pin sp", try_="sp=false")
-    if pins.sp and pins.tp == 1:
-        raise SpecError("sequence sharding needs tp > 1", where="pin sp", try_="sp=false")
-    if pins.microbatch is not None and global_batch % pins.microbatch:
-        raise SpecError(
-            f"microbatch={pins.microbatch} does not divide global_batch {global_batch}", where="pin microbatch",
-            try_=f"one of {', '.join(map(str, divisors(global_batch)))}",
-        )  # fmt: skip
-
-
-def enumerate_settings(
-    num_devices: int,
-    global_batch: int,
-    seq_len: int,
-    num_layers: int,
-    pins: Pins,
-    tp_is_legal: Callable[[int], bool],
-    heads: tuple[int, ...] = (),
-) -> list[Setting]:
-    """Every legal setting under the pins, cp included (the search lists cp > 1, it does not choose it).
-
-    `heads`: attention heads of the layers, named in the refusal of a pinned tp.
-    Raises InfeasiblePlanError naming the rule or pin that leaves nothing.
-    """
-    legal_tp = [d for d in divisors(num_devices) if tp_is_legal(d)]
+def enumerate_partitions(
+    num_devices: int, global_batch: int, seq_len: int, limits: ModelLimits, pins: Pins
+) -> list[Partition]:
+    """Every legal partition under the pins. Raises InfeasiblePlanError naming the rule or pin that leaves nothing."""
+    legal_tp = [d for d in divisors(num_devices) if limits.tp_is_legal(d)]
     if pins.tp is not None and pins.tp not in legal_tp:
         raise InfeasiblePlanError(
-            f"tp={pins.tp} cannot shard {_heads_text(heads)} of this model", where="pin tp",
+            f"tp={pins.tp} cannot shard {_heads_text(limits.heads)} of this model", where="pin tp",
             try_=f"tp one of {', '.join(map(str, legal_tp))}",
         )  # fmt: skip
-    found = []
+    found: list[Partition] = []
+    for degrees in _degrees(num_devices, legal_tp, limits.layers, pins):
+        if global_batch % degrees.dp or not _cp_is_legal(degrees, seq_len, limits, pins):
+            continue
+        found += _partitions(degrees, global_batch, seq_len, limits, pins)
+    if not found:
+        what, remedy = _nothing_left(num_devices, global_batch, seq_len, limits, legal_tp, pins)
+        raise InfeasiblePlanError(what, where="degrees", try_=remedy)
+    return found
+
+
+def _degrees(num_devices: int, legal_tp: list[int], layers: int, pins: Pins) -> Iterator[Degrees]:
     for tp in legal_tp if pins.tp is None else [pins.tp]:
         for pp in divisors(num_devices // tp) if pins.pp is None else [pins.pp]:
-            if pp > max(1, num_layers) or num_devices % (tp * pp):
+            if pp > max(1, layers) or num_devices % (tp * pp):
                 continue
             rest = num_devices // (tp * pp)
             for dp in divisors(rest) if pins.dp is None else [pins.dp]:
-                if rest % dp or global_batch % dp or (pins.cp is not None and rest // dp != pins.cp):
-                    continue
-                degrees = Degrees(dp=dp, cp=rest // dp, tp=tp, pp=pp)
-                found += _settings(degrees, global_batch, seq_len, pins)
-    if not any(s.degrees.cp == 1 for s in found):
-        what, remedy = _nothing_left(num_devices, global_batch, num_layers, legal_tp, pins)
-        raise InfeasiblePlanError(what, where="degrees", try_=remedy)
+                if rest % dp == 0 and pins.cp in (None, rest // dp):
+                    yield Degrees(dp=dp, cp=rest // dp, tp=tp, pp=pp)
+
+
+def _cp_is_legal(degrees: Degrees, seq_len: int, limits: ModelLimits, pins: Pins) -> bool:
+    """The sequence is cut into 2 cp chunks, and the attention has a kernel for it."""
+    if degrees.cp == 1:
+        return True
+    if seq_len % (2 * degrees.cp):
+        return False
+    kinds = limits.exchanges(degrees.cp, degrees.tp)
+    return bool(kinds) and pins.context_parallel in (None, *kinds)
+
+
+def _partitions(
+    degrees: Degrees, global_batch: int, seq_len: int, limits: ModelLimits, pins: Pins
+) -> Iterator[Partition]:
+    sharding = [False]
+    if degrees.tp > 1 and (seq_len // degrees.cp) % degrees.tp == 0:
+        sharding = [False, True] if pins.sp is None else [pins.sp]
+    elif pins.sp:
+        return
+    for micro_batch in divisors(global_batch // degrees.dp):
+        if pins.microbatch in (None, micro_batch):
+            for sp in sharding:
+                partition = Partition(degrees, sp, micro_batch, global_batch)
+                if next(_schedules(partition, limits, pins), None) is not None:
+                    yield partition
+
+
+def settings_of(partition: Partition, limits: ModelLimits, pins: Pins) -> list[Setting]:
+    """Every way to run a partition that the pins and the runtime allow."""
+    d = partition.degrees
+    exchanges = limits.exchanges(d.cp, d.tp) if d.cp > 1 else ("ring",)
+    found = []
+    for schedule, chunks in _schedules(partition, limits, pins):
+        for zero, group in _zero_levels(d, pins):
+            if zero and schedule == "zero-bubble" and d.pp > 1:
+                continue  # FSDP would reduce before the split backward has made weight gradients
+            for exchange in exchanges:
+                if d.cp == 1 or pins.context_parallel in (None, exchange):
+                    found.append(Setting(partition, schedule, chunks, zero, group, exchange))
     return found
+
+
+def count_settings(partition: Partition, limits: ModelLimits, pins: Pins) -> int:
+    """Number of `settings_of`."""
+    d = partition.degrees
+    kinds = [k for k in limits.exchanges(d.cp, d.tp) if pins.context_parallel in (None, k)] if d.cp > 1 else ["ring"]
+    levels = list(_zero_levels(d, pins))
+    whole = sum(zero == 0 for zero, _ in levels)
+    schedules = [schedule for schedule, _ in _schedules(partition, limits, pins)]
+    split = schedules.count("zero-bubble")
+    return len(kinds) * ((len(schedules) - split) * len(levels) + split * whole)
+
+
+def _schedules(partition: Partition, limits: ModelLimits, pins: Pins) -> Iterator[tuple[str, int]]:
+    """(schedule, chunks a rank). Looped schedules go in equal rounds of micro-batches, and pay off only with one for
+    each stage; gpipe takes as long as 1F1B and holds more, so it is for fewer micro-batches than stages, or a pin."""
+    pp, m = partition.degrees.pp, partition.micro_batches
+    wanted = pins.virtual_stages
+
+    def asked(schedule: str, chunks: int = 1) -> bool:
+        return pins.schedule in (None, schedule) and wanted in (None, chunks)
+
+    if pp == 1:
+        if wanted in (None, 1):
+            yield (pins.schedule if pins.schedule in ("gpipe", "1f1b") else "1f1b"), 1
+        return
+    if m >= pp and asked("1f1b"):
+        yield "1f1b", 1
+    if asked("gpipe") and (m < pp or pins.schedule == "gpipe"):
+        yield "gpipe", 1
+    if m < pp or m % (m // pp):
+        return
+    if limits.splits_backward and asked("zero-bubble") and pins.zero in (None, 0):
+        yield "zero-bubble", 1
+    most = limits.layers // pp if limits.equal_layers else 1
+    yield from (("interleaved", chunks) for chunks in range(2, most + 1) if asked("interleaved", chunks))
+
+
+def _zero_levels(degrees: Degrees, pins: Pins) -> Iterator[tuple[int, int]]:
+    """(level, dp ranks that share a sharded copy; 0: all)."""
+    if degrees.dp * degrees.cp == 1:
+        yield (pins.zero or 0), 0
+        return
+    for zero in (0, 1, 2, 3) if pins.zero is None else (pins.zero,):
+        groups = [0, *divisors(degrees.dp)[1:-1]] if zero and HYBRID else [0]
+        for group in groups:
+            if pins.zero_group in (None, group) or pins.zero_group == degrees.dp:
+                yield zero, group
 
 
 def _heads_text(heads: tuple[int, ...]) -> str:
@@ -135,50 +238,49 @@ def _heads_text(heads: tuple[int, ...]) -> str:
     return f"{counts} or weights"
 
 
-def _settings(degrees: Degrees, global_batch: int, seq_len: int, pins: Pins) -> list[Setting]:
-    if seq_len % degrees.cp:
-        return []
-    sp_options = [False]
-    if degrees.tp > 1 and (seq_len // degrees.cp) % degrees.tp == 0:
-        sp_options = [False, True] if pins.sp is None else [pins.sp]
-    elif pins.sp:
-        return []
-    result = []
-    for micro_batch in divisors(global_batch // degrees.dp):
-        micro_batches = global_batch // (degrees.dp * micro_batch)
-        if pins.microbatch not in (None, micro_batch):
-            continue
-        # torch's 1F1B needs a micro-batch per stage; GPipe takes as long and never holds fewer activations
-        schedule = "1f1b" if micro_batches >= degrees.pp else "gpipe"
-        if pins.schedule == "1f1b" and schedule != "1f1b":
-            continue
-        chosen = pins.schedule or schedule
-        result += [Setting(degrees, sp, micro_batch, chosen, global_batch) for sp in sp_options]
-    return result
-
-
 def _nothing_left(
-    num_devices: int, global_batch: int, num_layers: int, legal_tp: list[int], pins: Pins
+    num_devices: int, global_batch: int, seq_len: int, limits: ModelLimits, legal_tp: list[int], pins: Pins
 ) -> tuple[str, str]:
-    """What is wrong, and what would be right: a batch for these devices, device counts for this batch."""
-    pinned = ", ".join(f"{k}={v}" for k in ("dp", "tp", "pp", "sp", "microbatch", "schedule")
-                       if (v := getattr(pins, k)) is not None)  # fmt: skip
-    batch = f"dp and micro-batch have to divide the global batch {global_batch}"
-    inside = {tp * pp for tp in legal_tp for pp in range(1, max(1, num_layers) + 1) if num_devices % (tp * pp) == 0}
+    """What is wrong, and what would be right: the pin that excludes all, a batch for these devices, devices for it."""
+    pinned = dict(text.partition("=")[::2] for text in pins.texts() if "." not in text.partition("=")[0])
+    rules = (
+        f"tp may be {', '.join(map(str, legal_tp))}, pp at most {limits.layers} (layers), dp and micro-batch have to "
+        f"divide the global batch {global_batch}, 2 cp the sequence {seq_len}"
+    )
+    if pinned:
+        names = [
+            name for name in pinned if _is_possible_without(name, num_devices, global_batch, seq_len, limits, pins)
+        ]
+        blame = f"without {' or '.join(names)} there would be plans" if names else "no single pin is to blame"
+        texts = ", ".join(f"{k}={v}" for k, v in pinned.items())
+        return f"no degrees of {num_devices} devices satisfy the pins {texts}: {rules}; {blame}", (
+            f"free the pin {names[0]}" if names else "fewer pins"
+        )
+    inside = {tp * pp for tp in legal_tp for pp in range(1, max(1, limits.layers) + 1) if num_devices % (tp * pp) == 0}
     fewer = sorted({dp * size for dp in divisors(global_batch) for size in inside if dp * size < num_devices})
     share = num_devices // max(inside)
-    remedy = f"a global batch that is a multiple of {share}" if global_batch % share else "fewer pins"
-    remedy += f", or {', '.join(map(str, fewer[-3:]))} devices" if fewer and not pinned else ""
-    return (
-        f"no degrees factor {num_devices} devices: tp may be {', '.join(map(str, legal_tp))}, pp at most {num_layers} "
-        f"(layers), {batch}" + (f"; pinned: {pinned}" if pinned else ""),
-        remedy,
+    remedy = f"a global batch that is a multiple of {share}" if global_batch % share else "a longer sequence"
+    remedy += f", or {', '.join(map(str, fewer[-3:]))} devices" if fewer else ""
+    return f"no degrees factor {num_devices} devices: {rules}", remedy
+
+
+def _is_possible_without(
+    name: str, num_devices: int, global_batch: int, seq_len: int, limits: ModelLimits, pins: Pins
+) -> bool:
+    texts = [text for text in pins.texts() if text.partition("=")[0] != name]
+    freed = Pins.parse(texts)
+    legal_tp = [d for d in divisors(num_devices) if limits.tp_is_legal(d)]
+    return any(
+        global_batch % d.dp == 0
+        and _cp_is_legal(d, seq_len, limits, freed)
+        and next(_partitions(d, global_batch, seq_len, limits, freed), None) is not None
+        for d in _degrees(num_devices, legal_tp, limits.layers, freed)
     )
 
 
-def lower_bound(setting: Setting, seconds: float, launches: float) -> float:
-    """Seconds of a step no layout of this setting can beat; `seconds` and `launches` are of one micro-batch on one rank
-    (see `ModelPrices.single_rank_seconds`)."""
-    d = setting.degrees
+def lower_bound(partition: Partition, seconds: float, launches: float) -> float:
+    """Seconds of a step (its straggler factor and overhead aside) that no setting of this partition can beat; `seconds`
+    and `launches` are of one micro-batch on one rank (see `ModelPrices.single_rank_seconds`)."""
+    d = partition.degrees
     whole = (seconds - launches) / (d.tp * d.cp) + launches
-    return (setting.micro_batches - 1) * whole / d.pp + whole
+    return partition.micro_batches * whole / d.pp

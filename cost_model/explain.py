@@ -16,16 +16,16 @@ _NAMES = {
     "cp_communication": "cp communication",
     "dp_communication": "dp communication",
     "pp_communication": "pipeline sends",
+    "accumulation": "gradient accumulation",
     "bubble": "pipeline bubble",
     "optimizer": "optimizer",
+    "straggler": "waiting for the slowest node",
+    "overhead": "overhead of a step",
 }
 
 
-def reason_it_loses(other: Evaluation, best: Evaluation, device_bytes: int) -> str:
-    """The memory it lacks, or the part of the step that costs most more than in the chosen plan."""
-    if other.pipeline is None:
-        missing = (other.needed_bytes - device_bytes) / 2**30
-        return f"stage {other.binding_stage} lacks {missing:.1f} GiB of memory even with full checkpointing"
+def reason_it_loses(other: Evaluation, best: Evaluation) -> str:
+    """The part of the step that costs most more than in the chosen plan."""
     if other.step_s <= best.step_s * (1 + 1e-9):
         return "as fast, but uses more axes or smaller micro-batches"
     part = largest_excess(other.time_s, best.time_s)

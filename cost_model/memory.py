@@ -22,6 +22,7 @@ __all__ = [
     "COMPUTE_DTYPES",
     "LayerBytes",
     "Recipe",
+    "gathered_bytes",
     "in_flight",
     "loss_bytes",
     "mixed_recipe",
@@ -136,6 +137,11 @@ def loss_bytes(logits: float, head_input: float, loss: str, tp: int, element_byt
     wide = max(4.0, element_bytes)
     copies = 2 + (element_bytes < wide) + (2 if tp > 1 and loss == "eager" else 0)
     return (element_bytes + copies * wide) * logits
+
+
+def gathered_bytes(layer_parameters: float, end_parameters: float, gather_bytes: float) -> float:
+    """ZeRO 3: two layers and the ends gathered; gradients of the ends whole, in 16 bits, until they are reduced."""
+    return 2 * gather_bytes * layer_parameters + (gather_bytes + 2) * end_parameters
 
 
 def in_flight(schedule: str, stage: int, stages: int, micro_batches: int, virtual_stages: int = 1) -> float:

@@ -1,9 +1,9 @@
 """Prices of a captured model's blocks for (tp, sequence sharding, micro-batch): block ILPs solved once, then re-used.
 
-Layout re-use over micro-batches: for a fixed layout the cost is affine in the micro-batch, so the least cost is
-concave in it, and a layout that is optimal at two sizes is optimal between them. A second size is therefore solved at
-the far end of the range, and sizes between two that agree are not solved. (A roofline kink of a weight-bound matmul is
-not affine; it moves an op's price, not which letter it shards.)
+Layout re-use over micro-batches (a micro-batch of 1 over cp 2 is half a one): for a fixed layout the cost is affine in
+the tokens of a rank, so the least cost is concave in them, and a layout that is optimal at two sizes is optimal between
+them. A second size is therefore solved at the far end of the range, and sizes between two that agree are not solved. (A
+roofline kink of a weight-bound matmul is not affine; it moves an op's price, not which letter it shards.)
 """
 
 from __future__ import annotations
@@ -11,27 +11,37 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 import torch
 from torch import fx
 
 from autopar.blocks import op_name
+from autopar.cost_model.attention_bytes import AttentionBytes
 from autopar.cost_model.block_ilp import BlockSolution
-from autopar.cost_model.block_layout import LayoutPrice, price_layout, replicated
+from autopar.cost_model.block_layout import BlockWork, block_work, price_work, replicated
 from autopar.cost_model.block_measures import BlockFormulas, BlockMeasures
 from autopar.cost_model.block_problem import Block, NodeStrategy, solve_layout
 from autopar.cost_model.comm_cost import GroupCost
 from autopar.cost_model.compute import Machine
+from autopar.cost_model.memory import LayerBytes
 from autopar.cost_model.op_facts import ElementSizes
 from autopar.cost_model.pipeline_ilp import PipelineSolution
+from autopar.cost_model.propagation import propagate
+from autopar.cost_model.run_price import attention_over_context
+from autopar.cost_model.sharding_rules import LOSSES
 from autopar.cost_model.solver import SolverPolicy
+from autopar.cost_model.step_price import Unit
 from autopar.cost_model.strategy_table import strategy_table
-from autopar.errors import InfeasiblePlanError
+from autopar.errors import InfeasiblePlanError, PlanMismatchError
 from autopar.ir import Segment, TracedModel
-from autopar.placement import Placement, parse_placement
-from autopar.plan import match_path
+from autopar.mesh import Degrees
+from autopar.placement import Placement, Shard, parse_placement
+from autopar.plan import Plan, match_path
 
-__all__ = ["BlockPrices", "ModelPrices", "SolverCounts"]
+__all__ = ["BlockPrices", "LayerPrice", "ModelPrices", "SolverCounts"]
+
+_SDPA = "scaled_dot_product_attention"
 
 Layout = dict[fx.Node, NodeStrategy]
 
@@ -61,15 +71,27 @@ class SolverCounts:
         self.notes |= dict.fromkeys(solution.notes)
 
 
-@dataclass(frozen=True)
-class BlockPrices:
-    """One model at one (tp, sequence sharding, micro-batch). `border_bytes`: local bytes of the residual stream;
-    `layout` covers the first layer of each class and the glue."""
+@dataclass(frozen=True, eq=False)
+class LayerPrice:
+    """A layer class: what one rank does, and the bytes it keeps by mode of recomputation. Parameters are local."""
 
-    layers: Mapping[str, LayoutPrice]
-    prologue: LayoutPrice
-    epilogue: LayoutPrice
+    unit: Unit
+    bytes: LayerBytes
+    has_attention: bool
+
+
+@dataclass(frozen=True, eq=False)
+class BlockPrices:
+    """One model at one (tp, cp, sequence sharding, micro-batch). `border_bytes`: local bytes of the residual stream;
+    `logits`: local elements; `layout` covers the first layer of each class and the glue. `tied_parameters` are counted
+    in both ends: a rank that holds both holds them once."""
+
+    layers: Mapping[str, LayerPrice]
+    prologue: Unit
+    epilogue: Unit
+    tied_parameters: float
     border_bytes: float
+    logits: float
     layout: Layout = field(repr=False, default_factory=dict)
 
 
@@ -83,7 +105,8 @@ class ModelPrices:
         self.traced, self.machine, self.seq_len = traced, machine, seq_len
         self.policy = policy or SolverPolicy()
         captured = max(traced.parameters.values(), key=lambda p: p.numel).dtype
-        sizes = ElementSizes(captured, activation)
+        self._sizes = sizes = ElementSizes(captured, activation)
+        self._cut: dict[int, bool] = {}
         self.counts = SolverCounts()
         self.classes: dict[str, Segment] = {}
         for segment in traced.layers:
@@ -103,9 +126,9 @@ class ModelPrices:
         }
         self._pins = _pinned_parameters(traced, module_pins)
         self._tables: dict[int, Mapping[fx.Node, Sequence[NodeStrategy]]] = {}
-        self._measures: dict[tuple[str, int], BlockMeasures] = {}
-        self._layouts: dict[tuple[str, int, bool], dict[int, Layout]] = defaultdict(dict)
-        self._prices: dict[tuple[int, bool, int], BlockPrices] = {}
+        self._measures: dict[tuple[str, int, int], BlockMeasures] = {}
+        self._layouts: dict[tuple[str, int, bool], dict[Fraction, Layout]] = defaultdict(dict)
+        self._prices: dict[tuple[int, int, bool, int], BlockPrices] = {}
 
     def strategies(self, tp: int) -> Mapping[fx.Node, Sequence[NodeStrategy]]:
         if tp not in self._tables:
@@ -114,29 +137,54 @@ class ModelPrices:
         return self._tables[tp]
 
     def tp_is_legal(self, tp: int) -> bool:
-        """True if every attention can shard its heads and every layer class has a weight to shard."""
+        """True if every attention can shard its heads and every layer class (without layers: the model) has a weight to
+        shard."""
         if tp == 1:
             return True
         table = self.strategies(tp)
-        for block in self.blocks.values():
-            attentions = [n for n in block.nodes if op_name(n) == "scaled_dot_product_attention"]
+        for block in self.blocks.values() or (self.glue,):
+            attentions = [n for n in block.nodes if op_name(n) == _SDPA]
             if not all(any(out.is_shard and out.dim == 1 for _, out in table[n]) for n in attentions):
                 return False
             weights = [n for n in block.nodes if n.op == "get_attr" and len(n.meta["shape"]) >= 2]
             if not any(out.is_shard for n in weights for _, out in table[n]):
                 return False
-        return bool(self.blocks)
+        return True
+
+    def exchanges(self, cp: int, tp: int) -> tuple[str, ...]:
+        """Kinds of attention over a sequence cut over cp that run: none if some attention needs all keys on a rank (a
+        mask, dropout) or an op cannot be cut; all-to-all needs heads for every rank."""
+        if cp not in self._cut:
+            self._cut[cp] = self._sequence_can_be_cut(cp)
+        if not self._cut[cp]:
+            return ()
+        pairs = [h for node in self._attentions() for h in (_heads_of(node, 0), _heads_of(node, 1))]
+        spread = all(h % tp == 0 and h // tp % cp == 0 for h in pairs)
+        return ("ring", "all-gather", "all-to-all") if spread else ("ring", "all-gather")
+
+    def _sequence_can_be_cut(self, cp: int) -> bool:
+        attentions = self._attentions()
+        if not attentions:
+            return False
+        stages = (tuple(s.path for s in self.traced.layers),)
+        plan = Plan(degrees=Degrees(cp=cp), global_batch=1, seq_len=self.seq_len, micro_batch=1, stages=stages)
+        try:
+            strategies = propagate(self.traced, plan, axis="cp").strategy
+        except PlanMismatchError:
+            return False
+        return all(n in strategies and strategies[n].inputs[1] == Shard(2) for n in attentions)
+
+    def _attentions(self) -> list[fx.Node]:
+        return [n for block in (*self.blocks.values(), self.glue) for n in block.nodes if op_name(n) == _SDPA]
 
     def heads(self) -> tuple[int, ...]:
         """Numbers of attention heads that occur in the layers."""
-        nodes = (n for block in self.blocks.values() for n in block.nodes)
-        attentions = (n for n in nodes if op_name(n) == "scaled_dot_product_attention")
-        return tuple(sorted({int(n.args[0].meta["shape"][1]) for n in attentions if isinstance(n.args[0], fx.Node)}))
+        return tuple(sorted({_heads_of(n, 0) for n in self._attentions()}))
 
-    def measures(self, name: str, micro_batch: int) -> BlockMeasures:
-        key = (name, micro_batch)
+    def measures(self, name: str, micro_batch: int, cp: int = 1) -> BlockMeasures:
+        key = (name, micro_batch, cp)
         if key not in self._measures:
-            self._measures[key] = self._formulas[name].at(micro_batch, self.seq_len)
+            self._measures[key] = self._formulas[name].at(micro_batch, self.seq_len // cp)
         return self._measures[key]
 
     def single_rank_seconds(self, micro_batch: int) -> tuple[float, float]:
@@ -144,8 +192,8 @@ class ModelPrices:
         lower bound of any layout over tp ranks is (seconds - launches) / tp + launches."""
         price = self.single_rank(micro_batch)
         repeats = self.repeats()
-        total = sum(repeats[c] * (p.forward_s + p.backward_s) for c, p in price.layers.items())
-        total += sum(p.forward_s + p.backward_s for p in (price.prologue, price.epilogue))
+        total = sum(repeats[c] * _compute_s(layer.unit) for c, layer in price.layers.items())
+        total += _compute_s(price.prologue) + _compute_s(price.epilogue)
         launches = 0.0
         for block in (*self.blocks.values(), self.glue):
             kernels = sum(op.kind != "view" for op in self.measures(block.name, micro_batch).sizes.values())
@@ -154,7 +202,7 @@ class ModelPrices:
 
     def single_rank(self, micro_batch: int) -> BlockPrices:
         """Prices without any sharding."""
-        return self.at(1, False, micro_batch, GroupCost(1, float("inf"), 0.0))
+        return self.at(1, 1, False, micro_batch, GroupCost(1, float("inf"), 0.0))
 
     def repeats(self) -> dict[str, int]:
         """Layers of each class."""
@@ -164,42 +212,88 @@ class ModelPrices:
         return counts
 
     def at(
-        self, tp: int, sequence_sharding: bool, micro_batch: int, group: GroupCost,
-        micro_batches: tuple[int, ...] = (),
+        self, tp: int, cp: int, sequence_sharding: bool, micro_batch: int, group: GroupCost,
+        sizes: tuple[Fraction, ...] = (),
     ) -> BlockPrices:  # fmt: skip
-        """Prices; `micro_batches` are all sizes the search may ask for (ascending), for layout re-use.
+        """Prices; `sizes` are all micro-batches over cp the search may ask for (ascending), for layout re-use.
 
         Raises InfeasiblePlanError if a pinned placement fits no strategy.
         """
-        key = (tp, sequence_sharding, micro_batch)
+        key = (tp, cp, sequence_sharding, micro_batch)
         if key not in self._prices:
-            self._prices[key] = self._price(tp, sequence_sharding, micro_batch, group, micro_batches or (micro_batch,))
+            own = Fraction(micro_batch, cp)
+            self._prices[key] = self._price(tp, cp, sequence_sharding, micro_batch, group, sizes or (own,))
         return self._prices[key]
 
-    def priced_sizes(self, tp: int, sequence_sharding: bool) -> list[int]:
-        """Micro-batches whose prices are known."""
-        return [size for degree, sharding, size in self._prices if (degree, sharding) == (tp, sequence_sharding)]
+    def priced_sizes(self, tp: int, sequence_sharding: bool) -> list[tuple[int, int]]:
+        """(micro-batch, cp) whose prices are known."""
+        return [
+            (size, cp) for degree, cp, sharding, size in self._prices if (degree, sharding) == (tp, sequence_sharding)
+        ]
 
-    def _price(self, tp: int, sp: bool, micro_batch: int, group: GroupCost, sizes: tuple[int, ...]) -> BlockPrices:
+    def _price(
+        self, tp: int, cp: int, sp: bool, micro_batch: int, group: GroupCost, sizes: tuple[Fraction, ...]
+    ) -> BlockPrices:
         layout: Layout = {}
         for block in (self.glue, *self.blocks.values()):
             fixed = {n: s[1] for n, s in layout.items() if n.op == "get_attr"} | self._pins
-            layout |= self._layout(block, tp, sp, micro_batch, group, sizes, fixed)
+            layout |= self._layout(block, tp, cp, sp, micro_batch, group, sizes, fixed)
 
-        def price(name: str, nodes: Sequence[fx.Node]) -> LayoutPrice:
-            return price_layout(self.traced, nodes, layout, self.measures(name, micro_batch), machine=self.machine,
-                                group=group, sequence_sharding=sp)  # fmt: skip
+        def work(name: str, nodes: Sequence[fx.Node]) -> BlockWork:
+            measures = self.measures(name, micro_batch, cp)
+            found = block_work(self.traced, nodes, layout, measures, tp=tp, sequence_sharding=sp)
+            return attention_over_context(found, cp)
 
-        layers = {c: price(c, block.nodes) for c, block in self.blocks.items()}
-        return BlockPrices(layers, price("glue", self.prologue), price("glue", self.epilogue),
-                           self.border_bytes(micro_batch) / (tp if sp else 1), layout)  # fmt: skip
+        def unit(done: BlockWork, parameters: float, **attention: float) -> Unit:
+            return Unit(done, price_work(done, self.machine, group), parameters, **attention)
 
-    def border_bytes(self, micro_batch: int) -> float:
-        """Bytes of what leaves a layer with gradient, the residual stream, whole."""
-        return max((self._border_bytes(block, micro_batch) for block in self.blocks.values()), default=0.0)
+        border = self.border_bytes(micro_batch, cp) / (tp if sp else 1)
+        layers = {}
+        for c, block in self.blocks.items():
+            done, reads = (
+                work(c, block.nodes),
+                AttentionBytes.of(block.nodes, layout, self.measures(c, micro_batch, cp), tp),
+            )
+            held = sum(self._local_parameters(block.nodes, layout, tp).values())
+            layers[c] = LayerPrice(
+                unit(done, held, key_value_bytes=reads.key_values, query_bytes=reads.queries),
+                LayerBytes(done.saved_bytes, done.working_bytes, border, reads.core, reads.core, reads.products),
+                reads.queries > 0,
+            )
+        first, last = (self._local_parameters(nodes, layout, tp) for nodes in (self.prologue, self.epilogue))
+        return BlockPrices(
+            layers, unit(work("glue", self.prologue), sum(first.values())),
+            unit(work("glue", self.epilogue), sum(last.values())), sum(n for name, n in last.items() if name in first),
+            border, self._logits(layout, micro_batch, cp, tp), layout,
+        )  # fmt: skip
 
-    def _border_bytes(self, block: Block, micro_batch: int) -> float:
-        inside, made = set(block.nodes), self.measures(block.name, micro_batch).tensor_bytes
+    def _local_parameters(self, nodes: Sequence[fx.Node], layout: Layout, tp: int) -> dict[str, float]:
+        """Elements on one rank of the parameters that `nodes` read."""
+        found = {}
+        for node in dict.fromkeys(n for user in nodes for n in (*user.all_input_nodes, user)):
+            spec = self.traced.parameters.get(str(node.target)) if node.op == "get_attr" else None
+            if spec is not None:
+                placed = layout.get(node)
+                found[spec.name] = spec.numel / (tp if placed is not None and placed[1].is_shard else 1)
+        return found
+
+    def _logits(self, layout: Layout, micro_batch: int, cp: int, tp: int) -> float:
+        """Local elements of what the loss reads."""
+        measures = self.measures("glue", micro_batch, cp)
+        total = 0.0
+        for node in self.epilogue:
+            if op_name(node) in LOSSES and node in layout and node.all_input_nodes[0] in measures.tensor_bytes:
+                source, wants = node.all_input_nodes[0], layout[node][0][0]
+                elements = measures.tensor_bytes[source] / self._sizes.of(source.meta["dtype"])
+                total = max(total, elements / (tp if wants is not None and wants.is_shard else 1))
+        return total
+
+    def border_bytes(self, micro_batch: int, cp: int = 1) -> float:
+        """Bytes of what leaves a layer with gradient, the residual stream, whole over tp."""
+        return max((self._border_bytes(block, micro_batch, cp) for block in self.blocks.values()), default=0.0)
+
+    def _border_bytes(self, block: Block, micro_batch: int, cp: int) -> float:
+        inside, made = set(block.nodes), self.measures(block.name, micro_batch, cp).tensor_bytes
         return sum(
             made[n]
             for n in block.nodes
@@ -207,27 +301,28 @@ class ModelPrices:
         )
 
     def _layout(
-        self, block: Block, tp: int, sp: bool, micro_batch: int, group: GroupCost, sizes: tuple[int, ...],
-        fixed: Mapping[fx.Node, Placement],
+        self, block: Block, tp: int, cp: int, sp: bool, micro_batch: int, group: GroupCost,
+        sizes: tuple[Fraction, ...], fixed: Mapping[fx.Node, Placement],
     ) -> Layout:  # fmt: skip
         if tp == 1:
             return replicated(block.nodes)
-        known = self._layouts[block.name, tp, sp]
-        if micro_batch not in known:
-            ends = _around(micro_batch, sizes, known)
+        known, own = self._layouts[block.name, tp, sp], Fraction(micro_batch, cp)
+        if own not in known:
+            ends = _around(own, sizes, known)
             for size in ends:
                 if size not in known:
                     known[size] = self._solve(block, tp, sp, size, group, fixed)
-            if micro_batch not in known and known[ends[0]] == known[ends[-1]]:
-                known[micro_batch] = known[ends[0]]
-            elif micro_batch not in known:
-                known[micro_batch] = self._solve(block, tp, sp, micro_batch, group, fixed)
-        return known[micro_batch]
+            if own not in known and known[ends[0]] == known[ends[-1]]:
+                known[own] = known[ends[0]]
+            elif own not in known:
+                known[own] = self._solve(block, tp, sp, own, group, fixed)
+        return known[own]
 
     def _solve(
-        self, block: Block, tp: int, sp: bool, micro_batch: int, group: GroupCost, fixed: Mapping[fx.Node, Placement]
+        self, block: Block, tp: int, sp: bool, size: Fraction, group: GroupCost, fixed: Mapping[fx.Node, Placement]
     ) -> Layout:
-        found = solve_layout(self.traced, block, self.strategies(tp), self.measures(block.name, micro_batch), fixed,
+        measures = self.measures(block.name, size.numerator, size.denominator)
+        found = solve_layout(self.traced, block, self.strategies(tp), measures, fixed,
                              machine=self.machine, group=group, sequence_sharding=sp, policy=self.policy)  # fmt: skip
         if found is None:
             pins = ", ".join(sorted({str(n.target) for n in self._pins if n in set(block.nodes)}))
@@ -242,14 +337,24 @@ class ModelPrices:
         return layout
 
 
-def _around(micro_batch: int, sizes: tuple[int, ...], known: Mapping[int, Layout]) -> tuple[int, ...]:
-    """Sizes whose layouts decide `micro_batch`: itself at first, then the nearest solved ones at both sides, or the end
-    of the range where there is none yet."""
+def _around(size: Fraction, sizes: tuple[Fraction, ...], known: Mapping[Fraction, Layout]) -> tuple[Fraction, ...]:
+    """Sizes whose layouts decide `size`: itself at first, then the nearest solved ones at both sides, or the end of the
+    range where there is none yet."""
     if not known:
-        return (micro_batch,)
-    below = [s for s in known if s < micro_batch] or [min(*sizes, micro_batch)]
-    above = [s for s in known if s > micro_batch] or [max(*sizes, micro_batch)]
+        return (size,)
+    below = [s for s in known if s < size] or [min(*sizes, size)]
+    above = [s for s in known if s > size] or [max(*sizes, size)]
     return tuple(dict.fromkeys((max(below), min(above))))
+
+
+def _compute_s(unit: Unit) -> float:
+    return unit.price.forward_s + unit.price.backward_s
+
+
+def _heads_of(attention: fx.Node, argument: int) -> int:
+    source = attention.args[argument]
+    assert isinstance(source, fx.Node)
+    return int(source.meta["shape"][1])
 
 
 def _positions(traced: TracedModel) -> dict[fx.Node, int]:

@@ -1,14 +1,15 @@
-"""Pipeline ILP: which run of layers goes to which stage, and which layers are recomputed.
+"""Pipeline ILP: which run of layers goes to which stage. How the layers of a stage are recomputed is priced before.
 
 Sets
-    stages s = 0..p-1; columns k = (s, i, j): stage s holds layers i..j-1, with time T_k per micro-batch (least over
-    checkpointing modes within device memory, from `stage_table`) and tail W_k after its last backward
+    stages s = 0..p-1; columns k = (s, run of layers): stage s holds the run, with time T_k per micro-batch (least over
+    the mixes of modes within device memory, from `stage_table`), of it U_k not put off, and tail W_k after its last
+    backward
     bottleneck levels B_0 < ... < B_J: the distinct T_k that can still be the slowest stage; likewise for tails
 Variables
     x_k in {0,1}   stage s holds run k
     y_j in [0,1]   the slowest stage is at least as slow as level j; v_j the same for tails
-Objective (milliseconds), m micro-batches
-    (m-1) [B_0 + sum_j (B_j - B_{j-1}) y_j]  +  sum_k T_k x_k  +  W_0 + sum_j (W_j - W_{j-1}) v_j
+Objective (milliseconds), m micro-batches, v chunks a rank
+    (m - 1/v) [B_0 + sum_j (B_j - B_{j-1}) y_j]  +  (1/v) sum_k U_k x_k  +  W_0 + sum_j (W_j - W_{j-1}) v_j
 Constraints
     (1) sum_{k of s} x_k = 1                               for every stage                add_one_run_per_stage
     (2) runs join up: equal layers  sum_k (j - i) x_k = L                                 add_all_layers
@@ -16,51 +17,41 @@ Constraints
     (3) sum_{k of s: T_k >= B_j} x_k <= y_j                for every stage and level      add_ladder
     (4) y_j <= y_{j-1}                                                                    add_ladder
 
-The ladder makes the relaxation of the min-max tight; one continuous bottleneck variable does not. Before the ILP, a
-sweep of dynamic programmes over bottlenecks and tails (`pipeline_sweep`) finds a cut and a bound, which nearly always
-meet; where they do not, columns that cannot beat the cut are dropped, which leaves few, and the ILP decides. The answer
-is priced again outside the solver.
+The ladder makes the relaxation of the min-max tight; one continuous bottleneck variable does not. A dynamic programme
+(`stage_cuts`) finds the best cut first and prunes against the incumbent of the search; columns that cannot beat it are
+dropped, which leaves few. The ILP then proves the cut: another answer, or another objective, is an error.
 """
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autopar.cost_model.pipeline_sweep import Array, Sweep, sweep_cuts
 from autopar.cost_model.solver import Model, SolverPolicy, solve
+from autopar.cost_model.stage_cuts import Cut, best_cut, least_sum_through, step_seconds
 from autopar.cost_model.stage_table import PipelineProblem, StagePrice, StageTable
 
-__all__ = ["MOST_CUTS", "PipelineSolution", "solve_pipeline", "step_time"]
+__all__ = ["PipelineSolution", "prove", "solve_pipeline", "step_time"]
 
 _MS = 1e3
-_EXACT = 1e-9
-"""Relative distance from the bound at which a cut counts as proven."""
-
-MOST_CUTS = 500
-"""Shortest paths of the sweep before the ILP takes over; a path takes about a millisecond at 64 stages of 96 layers."""
 
 
 @dataclass(frozen=True)
 class PipelineSolution:
-    """The best cut. `runs[s]` are the layers [i, j) of stage s; counts are of the ILP that was solved (0 if the bounds
-    alone left one choice)."""
+    """The best cut. `runs[s]` are the layers [i, j) of stage (rank) s, all its chunks together; counts are of the ILP
+    that proved it (0 before `prove`, or if the bounds alone left one choice)."""
 
     runs: tuple[tuple[int, int], ...]
     stages: tuple[StagePrice, ...]
     step_s: float
     bound_s: float
-    variables: int
-    constraints: int
-    solve_s: float
+    segment: int = 1
+    variables: int = 0
+    constraints: int = 0
+    solve_s: float = 0.0
     solver: str = ""
     notes: tuple[str, ...] = ()
-
-    @property
-    def recomputed_layers(self) -> int:
-        return sum(sum(stage.recomputed) for stage in self.stages)
 
 
 @dataclass(frozen=True)
@@ -71,101 +62,101 @@ class _Column:
     price: StagePrice
 
 
-def step_time(stages: tuple[StagePrice, ...] | list[StagePrice], micro_batches: int) -> float:
-    """Closed form of 1F1B and GPipe alike: the slowest stage m-1 times, every stage once, the longest tail."""
-    slowest = max(stage.time_s for stage in stages)
-    return (micro_batches - 1) * slowest + sum(s.time_s for s in stages) + max(s.tail_s for s in stages)
+def step_time(stages: tuple[StagePrice, ...] | list[StagePrice], micro_batches: int, chunks: int = 1) -> float:
+    """Closed form of every schedule: the slowest stage m - 1/v times, what fills the bubble, the longest tail."""
+    times, flows, tails = ([getattr(s, name) for s in stages] for name in ("time_s", "flow_s", "tail_s"))
+    return step_seconds(times, flows, tails, micro_batches, chunks)
 
 
-def solve_pipeline(
-    problem: PipelineProblem, *, policy: SolverPolicy | None = None, most_cuts: int = MOST_CUTS
-) -> PipelineSolution | None:
-    """Optimal cut into stages, or None if no cut fits in memory (`StageTable.memory_needed` says what is missing).
+def solve_pipeline(problem: PipelineProblem, *, cutoff_s: float = np.inf) -> PipelineSolution | float:
+    """Optimal cut into stages; or, if there is none within the cutoff, a lower bound in seconds (inf: none fits in
+    memory, and `StageTable.memory_needed` says what is missing).
 
-    `most_cuts` limits the sweep that comes before the ILP. Raises ValueError if there are more stages than layers.
+    Raises ValueError if there are more stages than layers.
     """
-    if len(problem.stages) > len(problem.layers):
-        raise ValueError(f"{len(problem.stages)} stages for {len(problem.layers)} layers")
+    if len(problem.stages) * problem.virtual_stages > max(1, len(problem.layers)):
+        chunks = len(problem.stages) * problem.virtual_stages
+        raise ValueError(f"{chunks} stages for {len(problem.layers)} layers")
     table = StageTable(problem)
-    times, tails = table.arrays()
-    sweep = sweep_cuts(times, tails, problem.micro_batches, most_cuts)
-    if sweep is None:
-        return None
-    swept = [_column(table, s, i, j) for s, (i, j) in enumerate(sweep.cut)]
-    _check(problem, swept, sweep.step_s)
-    nothing_solved = (0, 0, 0.0)
-    if sweep.bound_s >= sweep.step_s * (1 - _EXACT):
-        return _solution(problem, _evened(problem, table, swept), sweep.bound_s, nothing_solved)
-    columns = _useful_columns(problem, table, times, sweep)
-    if len(columns) == len(problem.stages):
-        return _solution(problem, swept, sweep.step_s, nothing_solved)
+    bound_s, cut = best_cut(table, cutoff_s)
+    if cut is None:
+        return bound_s
+    return _solution(problem, _evened(table, _columns(table, cut)))
+
+
+def prove(problem: PipelineProblem, found: PipelineSolution, *, policy: SolverPolicy | None = None) -> PipelineSolution:
+    """The solution, agreed to by the ILP. Raises AssertionError if the ILP knows a better cut. If no solver answers, or
+    none proves its own answer, the sweep's proof stands alone, and the notes say so."""
+    table = StageTable(problem)
+    columns = _useful_columns(table, found)
+    if len(columns) <= len(problem.stages):
+        return found
     model, picks = _build(problem, columns)
     answer = solve(model, policy=policy)
-    counts = (len(model.costs), len(model.rows), answer.solve_s)
+    solved = replace(found, variables=len(model.costs), constraints=len(model.rows), solve_s=answer.solve_s,
+                     solver=answer.solver, notes=answer.notes)  # fmt: skip
     if answer.status == "no answer":
-        found = _solution(problem, _evened(problem, table, swept), sweep.bound_s, counts)
-        return replace(found, solver="heuristic", notes=answer.notes)
+        return solved
     if not answer.values:
         raise AssertionError("the pipeline ILP lost the cut that proves it feasible")
-    chosen = [columns[k] for k, x in enumerate(picks) if answer.values[x] > 0.5]
-    chosen.sort(key=lambda c: c.stage)
+    chosen = sorted((columns[k] for k, x in enumerate(picks) if answer.values[x] > 0.5), key=lambda c: c.stage)
     _check(problem, chosen, answer.objective / _MS)
-    if answer.objective / _MS > sweep.step_s:  # an incumbent of a solver that was stopped
-        chosen = swept
-    bound_s = max(answer.bound / _MS, sweep.bound_s)
-    found = _solution(problem, _evened(problem, table, chosen), bound_s, counts)
-    return replace(found, solver=answer.solver, notes=answer.notes)
+    tolerance_s = 1e-6 * found.step_s + 1e-9
+    assert answer.objective / _MS >= found.step_s - tolerance_s, (answer.objective / _MS, found.step_s)
+    return solved
 
 
-def _evened(problem: PipelineProblem, table: StageTable, chosen: list[_Column]) -> list[_Column]:
+def _evened(table: StageTable, chosen: list[_Column]) -> list[_Column]:
     """Of the cuts that take equally long, one whose stages are most alike: the others only idle, and use more memory.
 
     Moves single layers between stages of equal layers while that keeps the step time and lowers the sum of squares.
     """
-    if len(set(problem.layers)) > 1:
+    problem = table.problem
+    if not problem.is_uniform or len(problem.layers) <= len(chosen):
         return chosen
-    limit_s = step_time([c.price for c in chosen], problem.micro_batches) * (1 + 1e-12)
+    m, v = problem.micro_batches, problem.virtual_stages
+    limit_s = step_time([c.price for c in chosen], m, v) * (1 + 1e-12)
     best, improved = list(chosen), True
     while improved:
         improved = False
-        for source, target in itertools.permutations(range(len(best)), 2):
-            moved = _moved(table, best, source, target)
-            if moved is None or not _more_alike(moved, best, source, target):
-                continue
-            if step_time([c.price for c in moved], problem.micro_batches) <= limit_s:
-                best, improved = moved, True
+        for source in range(len(best)):
+            for target in range(len(best)):
+                if best[source].price.time_s <= best[target].price.time_s:
+                    continue
+                moved = _moved(table, best, source, target)
+                if moved is None or step_time([c.price for c in moved], m, v) > limit_s:
+                    continue
+                if _squares(moved) < _squares(best) * (1 - 1e-12):
+                    best, improved = moved, True
     return best
 
 
 def _moved(table: StageTable, columns: list[_Column], source: int, target: int) -> list[_Column] | None:
-    """One layer moved from stage to stage; None if the source would be empty or the target does not fit."""
-    layers = [c.j - c.i for c in columns]
-    if source == target or layers[source] == 1:
-        return None
+    """One layer moved from stage to stage; None if the source would have too few or the target does not fit."""
     result = list(columns)
-    for s, n in ((source, layers[source] - 1), (target, layers[target] + 1)):
-        price = table.price(s, 0, n)
+    for s, n in ((source, -1), (target, 1)):
+        number = table.number(0, columns[s].j - columns[s].i + n)
+        price = table.price(s, number) if number >= 0 else None
         if price is None:
             return None
-        result[s] = _Column(s, 0, n, price)
+        result[s] = _Column(s, 0, columns[s].j - columns[s].i + n, price)
     return result
 
 
-def _more_alike(moved: list[_Column], before: list[_Column], *stages: int) -> bool:
-    """True if the sum of squares of the stage times is lower; only `stages` differ."""
-    after, now = (sum(columns[s].price.time_s ** 2 for s in stages) for columns in (moved, before))
-    return after < now * (1 - 1e-12)
+def _squares(columns: list[_Column]) -> float:
+    return sum(c.price.time_s**2 for c in columns)
 
 
 def _build(problem: PipelineProblem, columns: list[_Column]) -> tuple[Model, list[int]]:
-    model = Model("pipeline")
-    picks = [model.add_binary(c.price.time_s * _MS) for c in columns]
+    model, chunks = Model("pipeline"), problem.virtual_stages
+    picks = [model.add_binary(c.price.flow_s / chunks * _MS) for c in columns]
     add_one_run_per_stage(model, columns, picks, len(problem.stages))
-    if len(set(problem.layers)) == 1:
+    if problem.is_uniform:
         add_all_layers(model, columns, picks, len(problem.layers))
     else:
         add_runs_join(model, columns, picks, problem)
-    add_ladder(model, columns, picks, [c.price.time_s for c in columns], problem.micro_batches - 1)
+    weight = problem.micro_batches - 1 / chunks
+    add_ladder(model, columns, picks, [c.price.time_s for c in columns], weight)
     add_ladder(model, columns, picks, [c.price.tail_s for c in columns], 1)
     return model, picks
 
@@ -210,41 +201,44 @@ def add_ladder(model: Model, columns: list[_Column], picks: list[int], values: l
         below, previous = level, y
 
 
-def _useful_columns(problem: PipelineProblem, table: StageTable, times: Array, incumbent: Sweep) -> list[_Column]:
-    """Columns that some cut no worse than the incumbent may use: bound by its own time as the bottleneck, the least
-    sum of a cut through it, and the smallest bottleneck and tail that exist."""
-    best, least_bottleneck = incumbent.step_s, incumbent.least_slowest_s
-    through = _least_sum_through(times)
-    slowest = np.maximum(np.where(np.isfinite(times), times, 0.0), least_bottleneck)  # `through` is inf there anyway
-    rest = (problem.micro_batches - 1) * slowest + through + incumbent.least_tail_s
-    keep = rest <= best * (1 + 1e-12)
-    one_class = len(set(problem.layers)) == 1
-    columns: dict[tuple[int, int, int], _Column] = {}
-    for s, i, j in zip(*np.nonzero(keep), strict=True):
-        column = _column(table, int(s), int(i), int(j))
-        columns.setdefault(
-            (column.stage, 0, column.j - column.i) if one_class else (column.stage, column.i, column.j), column
-        )
-    return list(columns.values())
+def _useful_columns(table: StageTable, found: PipelineSolution) -> list[_Column]:
+    """Columns that some cut no worse than `found` may use: bound by its own time as the bottleneck, the least sum of a
+    cut through it, and the least tail."""
+    problem = table.problem
+    m, v, stages = problem.micro_batches, problem.virtual_stages, range(len(problem.stages))
+    tails = np.stack([table.tails_of(s) for s in stages])
+    least_tail_s = float(np.where(np.isfinite(table.times), tails, np.inf).min(axis=1).max())
+    least_slowest_s = float(table.times.min(axis=1).max())
+    through = least_sum_through(table, table.times - table.put_off_s)
+    slowest = np.maximum(np.where(np.isfinite(table.times), table.times, 0.0), least_slowest_s)
+    rest = (m - 1 / v) * slowest + through / v + np.maximum(tails, least_tail_s)
+    keep = rest <= found.step_s * (1 + 1e-12)
+    for s, (i, j) in enumerate(found.runs):
+        keep[s, table.number(i, j)] = True
+    columns = []
+    for s, number in zip(*np.nonzero(keep), strict=True):
+        price = table.price(int(s), int(number))
+        if price is not None:
+            columns += [_Column(int(s), i, j, price) for i, j in _runs(table, int(s), int(number))]
+    return columns
 
 
-def _least_sum_through(times: Array) -> Array:
-    """[s, i, j]: least sum of stage times of a cut in which stage s holds [i, j)."""
-    stages, total = times.shape[0], times.shape[1] - 1
-    before = np.full((stages + 1, total + 1), np.inf)
-    after = np.full((stages + 1, total + 1), np.inf)
-    before[0, 0] = after[stages, total] = 0.0
-    for s in range(stages):
-        before[s + 1] = np.min(before[s][:, None] + times[s], axis=0)
-    for s in reversed(range(stages)):
-        after[s] = np.min(times[s] + after[s + 1][None, :], axis=1)
-    return before[:-1, :, None] + times + after[1:, None, :]
+def _runs(table: StageTable, stage: int, number: int) -> list[tuple[int, int]]:
+    """Where layers of this kind lie: for equal layers their number alone counts."""
+    if table.problem.is_uniform:
+        return [(0, number + table.least)]
+    total, stages = len(table.problem.layers), len(table.problem.stages)
+    runs = [(int(i), int(j)) for i, j in np.argwhere(table.ids == number)]
+    return [(i, j) for i, j in runs if (i == 0) == (stage == 0) and (j == total) == (stage == stages - 1)]
 
 
-def _column(table: StageTable, stage: int, i: int, j: int) -> _Column:
-    found = table.price(stage, i, j)
-    assert found is not None, "a run without a price was chosen"
-    return _Column(stage, i, j, found)
+def _columns(table: StageTable, cut: Cut) -> list[_Column]:
+    columns = []
+    for s, (i, j) in enumerate(cut):
+        price = table.price(s, table.number(i, j))
+        assert price is not None, "a run without a price was chosen"
+        columns.append(_Column(s, i, j, price))
+    return columns
 
 
 def _check(problem: PipelineProblem, chosen: list[_Column], claimed_s: float) -> None:
@@ -252,16 +246,15 @@ def _check(problem: PipelineProblem, chosen: list[_Column], claimed_s: float) ->
     assert [c.stage for c in chosen] == list(range(len(problem.stages))), "not one run per stage"
     assert sum(c.j - c.i for c in chosen) == len(problem.layers), "layers lost or repeated"
     assert all(c.price.memory_bytes <= problem.memory_bytes for c in chosen), "a stage does not fit"
-    actual = step_time([c.price for c in chosen], problem.micro_batches)
+    actual = step_time([c.price for c in chosen], problem.micro_batches, problem.virtual_stages)
     assert abs(actual - claimed_s) <= 1e-6 * max(actual, 1e-9) + 1e-9, (claimed_s, actual)
 
 
-def _solution(
-    problem: PipelineProblem, chosen: list[_Column], bound_s: float, counts: tuple[int, int, float]
-) -> PipelineSolution:
+def _solution(problem: PipelineProblem, chosen: list[_Column]) -> PipelineSolution:
     runs, start = [], 0
     for column in chosen:  # equal layers: columns carry counts, runs follow from their order
         runs.append((start, start + column.j - column.i))
         start = runs[-1][1]
     stages = tuple(c.price for c in chosen)
-    return PipelineSolution(tuple(runs), stages, step_time(stages, problem.micro_batches), bound_s, *counts)
+    step_s = step_time(stages, problem.micro_batches, problem.virtual_stages)
+    return PipelineSolution(tuple(runs), stages, step_s, step_s, problem.segment)

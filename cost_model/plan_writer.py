@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from torch import fx
 
 from autopar.cost_model.block_problem import NodeStrategy
 from autopar.cost_model.evaluate import Evaluation
+from autopar.cost_model.pipeline_ilp import PipelineSolution
 from autopar.cost_model.propagation import propagate
-from autopar.cost_model.strategy_table import Strategy, StrategyTable
+from autopar.cost_model.setting_price import SettingPrice
+from autopar.cost_model.stage_table import StagePrice
+from autopar.cost_model.strategy_table import Strategy, StrategyTable, strategy_table
 from autopar.ir import Segment, TracedModel
 from autopar.placement import REPLICATE
 from autopar.plan import Plan
 
-__all__ = ["checkpoint_patterns", "layer_ranges", "parameter_patterns", "with_overrides"]
+__all__ = ["checkpoint_patterns", "chunk_runs", "layer_ranges", "parameter_patterns", "with_overrides", "write_plan"]
 
 Layout = Mapping[fx.Node, NodeStrategy]
 
@@ -77,19 +81,82 @@ def parameter_patterns(traced: TracedModel, layout: Layout) -> dict[str, str]:
     return entries
 
 
-def checkpoint_patterns(
-    traced: TracedModel, evaluation: Evaluation, class_ids: list[str], full: bool
-) -> dict[str, str]:
-    """Recomputed layers: of each class the first ones of a stage (layers of a class cost the same)."""
-    assert evaluation.pipeline is not None
-    recomputed = []
-    for (i, j), price in zip(evaluation.pipeline.runs, evaluation.pipeline.stages, strict=True):
-        left = dict(zip(class_ids, price.counts if full else price.recomputed, strict=True))
+def write_plan(traced: TracedModel, best: Evaluation, price: SettingPrice, stated: Mapping[str, Any]) -> Plan:
+    """The plan of a solved setting. `stated`: fields that the user set."""
+    assert best.pipeline is not None
+    setting = best.setting
+    degrees, layout = setting.degrees, price.blocks.layout
+    chunks = chunk_runs(best.pipeline.runs, setting.virtual_stages)
+    overlaps = "dp_reduce" in price.cluster.stack.overlap and degrees.dp * degrees.cp > 1
+    plan = Plan(
+        degrees=degrees,
+        micro_batch=setting.micro_batch,
+        stages=tuple(layer_ranges(s.path for s in traced.layers[i:j]) for i, j in chunks),
+        schedule=setting.schedule,
+        virtual_stages=setting.virtual_stages,
+        sequence_sharding=setting.sequence_sharding,
+        parameters=parameter_patterns(traced, layout) if degrees.tp > 1 else {},
+        checkpoint=checkpoint_patterns(traced, best.pipeline, price),
+        checkpoint_segment=best.pipeline.segment,
+        zero=setting.zero,
+        context_parallel=setting.exchange,
+        overlap=("dp_reduce",) if overlaps else (),
+        **stated,
+    )
+    if degrees.tp == 1:
+        return plan
+    tokens = plan.seq_len // degrees.cp
+    return with_overrides(traced, plan, layout, strategy_table(traced, degrees.tp, tokens))
+
+
+def chunk_runs(runs: Sequence[tuple[int, int]], chunks: int) -> list[tuple[int, int]]:
+    """Layers [i, j) of every stage in model order: chunk k of rank r is stage k p + r. The layers of a rank are spread
+    evenly over its chunks; `runs` are those of the ranks, which for several chunks says their number only."""
+    sizes = [j - i for i, j in runs]
+    each = [n // chunks + (k < n % chunks) for k in range(chunks) for n in sizes]
+    starts = [sum(each[:s]) for s in range(len(each))]
+    return [(start, start + n) for start, n in zip(starts, each, strict=True)]
+
+
+def checkpoint_patterns(traced: TracedModel, pipeline: PipelineSolution, price: SettingPrice) -> dict[str, str]:
+    """Modes of the layers that recompute: of each class the first ones of a stage (layers of a class cost the same),
+    those recomputed whole before the others, spread evenly over the chunks of a rank."""
+    chunks = price.setting.virtual_stages
+    chosen: dict[str, list[Segment]] = defaultdict(list)
+    runs = chunk_runs(pipeline.runs, chunks)
+    ranks = len(pipeline.runs)
+    for number, (i, j) in enumerate(runs):
+        left = _modes_of_chunk(pipeline.stages[number % ranks], price, number // ranks)
         for segment in traced.layers[i:j]:
-            if left[segment.class_id] > 0:
-                left[segment.class_id] -= 1
-                recomputed.append(segment)
-    return dict.fromkeys(_class_patterns(traced, recomputed), "full")
+            modes = left[segment.class_id]
+            mode = modes.pop(0)
+            if mode != "none":
+                chosen[mode].append(segment)
+    order = {s.index: n for n, s in enumerate(traced.layers)}
+    patterns = {}
+    for mode, segments in chosen.items():
+        segments.sort(key=lambda s: order[s.index])
+        patterns.update(dict.fromkeys(_class_patterns(traced, segments), mode))
+    return patterns
+
+
+def _modes_of_chunk(stage: StagePrice, price: SettingPrice, chunk: int) -> dict[str, list[str]]:
+    """Per class, the modes of the layers of one chunk in order."""
+    chunks = price.setting.virtual_stages
+    found = {}
+    for i, class_id in enumerate(price.prices.classes):
+        by_mode = dict(zip(price.modes_of(i), stage.modes[i], strict=True))
+        named = [mode for mode in ("full", "selective-ops", "selective", "none") for _ in range(by_mode.get(mode, 0))]
+        whole = by_mode.get("full", 0)
+        mine = [whole // chunks + (chunk < whole % chunks)]
+        size = len(named) // chunks + (chunk < len(named) % chunks)
+        rest = named[whole:]
+        before = sum(
+            len(named) // chunks + (k < len(named) % chunks) - whole // chunks - (k < whole % chunks)
+            for k in range(chunk)
+        )
+        found[class_id] = ["full"] * mine[0] + rest[before : before + size - mine[0]]
+    return found
 
 
 def with_overrides(traced: TracedModel, plan: Plan, layout: Layout, table: StrategyTable) -> Plan:

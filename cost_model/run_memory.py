@@ -96,8 +96,8 @@ def _gradient_scratch(work: RunWork, traits: StackTraits, last: bool) -> float:
 
 
 def _communication(work: RunWork, layout: RunLayout, traits: StackTraits) -> dict[str, float]:
-    if traits.fully_sharded and layout.zero >= 2:  # two layers and the head gathered, a layer's gradients whole
-        gathered = 2 * traits.gather_bytes * work.layer_parameters
-        ends = (traits.gather_bytes + 2) * (work.epilogue_parameters + work.prologue_parameters)
-        return {"gathered": gathered + ends if layout.zero == 3 else 0.0}
+    if traits.fully_sharded and layout.zero >= 2:
+        ends = work.epilogue_parameters + work.prologue_parameters
+        gathered = memory.gathered_bytes(work.layer_parameters, ends, traits.gather_bytes)
+        return {"gathered": gathered if layout.zero == 3 else 0.0}
     return {"buffers": 2.0 * BUCKET_BYTES if layout.degrees.dp > 1 else 0.0}

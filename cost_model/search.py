@@ -1,29 +1,34 @@
-"""The search: every legal setting, best first by its bound, each priced by block ILPs and the pipeline ILP.
+"""The search: every legal setting, best first by its bound, each priced by block ILPs and the pipeline problem.
 
-A setting whose lower bound is above the incumbent ends the search, so the plan is optimal over the whole space for the
-closed-form step time. For the report it goes on until the five nearest other layouts are known as exactly.
+See `branch_and_bound` for the order and the proof, `candidates` for the space.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autopar.cost_model.candidates import Setting, check_pins, enumerate_settings, lower_bound
-from autopar.cost_model.comm_cost import group_cost
+from autopar.cost_model.branch_and_bound import BranchAndBound
+from autopar.cost_model.candidates import (
+    ModelLimits,
+    Partition,
+    Setting,
+    count_settings,
+    enumerate_partitions,
+    settings_of,
+)
 from autopar.cost_model.compute import Machine
 from autopar.cost_model.evaluate import Evaluation, Evaluator
 from autopar.cost_model.explain import reason_it_loses
 from autopar.cost_model.memory import COMPUTE_DTYPES, recipe
 from autopar.cost_model.model_checks import check_model, check_pinned_dims, pins_without_effect
 from autopar.cost_model.model_prices import ModelPrices
-from autopar.cost_model.plan_writer import checkpoint_patterns, layer_ranges, parameter_patterns, with_overrides
+from autopar.cost_model.plan_writer import write_plan
 from autopar.cost_model.solver import SolverPolicy
-from autopar.cost_model.strategy_table import strategy_table
 from autopar.errors import InfeasiblePlanError, SpecError
 from autopar.ir import TracedModel
 from autopar.mesh import Degrees
@@ -33,17 +38,18 @@ from autopar.specs import ClusterSpec, Pins, TrainSpec
 
 __all__ = ["Candidate", "SearchResult", "search"]
 
-ALTERNATIVES = 5
 BATCH_PER_DEVICE = 4
 """Sequences per device when the user states no global batch: enough to fill a short pipeline. Reported."""
+
+_FRUGAL = 12
+"""Settings whose need of memory is worked out when none fits: those whose states take least."""
 
 _DTYPE_NAMES = {"bf16-mixed": "bf16"}
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A setting that was not chosen. `step_time_s` is None if it does not fit; `bound_s` is its analytic lower bound.
-    Candidates with cp > 1 are priced by their bound only and not executed yet."""
+    """A layout that was not chosen, in its best setting. `bound_s` is its analytic lower bound."""
 
     degrees: Degrees
     sp: bool
@@ -55,18 +61,20 @@ class Candidate:
     time_s: Mapping[str, float]
     peak_memory_bytes: int | None
     reason: str
-    executable: bool = True
+    virtual_stages: int = 1
+    zero: int = 0
+    zero_group: int = 0
+    context_parallel: str = "ring"
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """`alternatives`: the nearest other layouts (degrees and sequence sharding), fastest first; `not_executable`:
-    cp > 1, by bound; `statistics`: counts and times of the search; `notices`: what was assumed."""
+    """`alternatives`: the nearest other layouts (degrees and sequence sharding), fastest first; `statistics`: counts
+    and times of the search; `notices`: what was assumed."""
 
     plan: Plan
     alternatives: tuple[Candidate, ...]
     statistics: Mapping[str, Any]
-    not_executable: tuple[Candidate, ...] = ()
     notices: tuple[str, ...] = ()
 
 
@@ -82,14 +90,14 @@ def search(
     """
     started = time.perf_counter()
     run = _Run(traced, cluster, train, pins or Pins(), spec or SearchSpec())
-    best = run.best_first()
-    plan = run.plan(best)
-    alternatives = run.alternatives(best)
+    best = run.best()
+    plan = write_plan(traced, best, run.evaluator.price(best.setting), run.stated())
+    alternatives = tuple(run.candidate(e, best) for e in run.space.alternatives(best))
     statistics = run.statistics(best, time.perf_counter() - started)
     kept = ("solver", "status", "bound_s", "gap", "candidates", "pruned")
-    plan = plan.replace(solver={name: statistics[name] for name in kept})
+    plan = plan.replace(solver={name: statistics[name] for name in kept}, prediction=run.prediction(best))
     notices = (*run.notices, *run.prices.counts.notes, *pins_without_effect(run.pins, plan.degrees.tp, plan.degrees.pp))
-    return SearchResult(plan, alternatives, statistics, run.not_executable(), notices)
+    return SearchResult(plan, alternatives, statistics, notices)
 
 
 class _Run:
@@ -101,7 +109,6 @@ class _Run:
         self.traced, self.cluster, self.train, self.pins = traced, cluster, train, pins
         self.spec = spec or SearchSpec()
         self.deadline_s = time.perf_counter() + (self.spec.time_limit_s or math.inf)
-        self.open_bound_s = math.inf
         self.notices: list[str] = []
         if train.seq_len is None:
             raise SpecError("seq_len is not stated", where="train", try_="seq_len=2048")
@@ -114,114 +121,84 @@ class _Run:
         if self.dtype not in cluster.device.flops:
             raise SpecError(f"{cluster.device.name} has no {self.dtype} rate", where="train: precision",
                             try_=f"one of {', '.join(cluster.device.flops)}")  # fmt: skip
-        check_pins(pins, cluster.num_devices, self.global_batch, self.seq_len)
+        pins.check(cluster, TrainSpec(global_batch=self.global_batch, seq_len=self.seq_len))
         machine = Machine.of(cluster.device, cluster.stack, self.dtype)
         policy = SolverPolicy(self.spec.solver, deadline_s=self.deadline_s)
         self.prices = ModelPrices(traced, machine, COMPUTE_DTYPES[self.precision], self.seq_len, pins.modules, policy)
-        layers, legal = len(traced.layers), self.prices.tp_is_legal
-        self.settings = enumerate_settings(
-            cluster.num_devices, self.global_batch, self.seq_len, layers, pins, legal, self.prices.heads()
-        )
-        sizes = sorted({s.micro_batch for s in self.settings})
-        single = {b: self.prices.single_rank_seconds(b) for b in sizes}
-        self.bounds = {s: lower_bound(s, *single[s.micro_batch]) for s in self.settings}
+        self.limits = ModelLimits(
+            len(traced.layers), self.prices.tp_is_legal, self.prices.exchanges, len(self.prices.classes) == 1,
+            self._splits_backward(), self.prices.heads(),
+        )  # fmt: skip
+        self.partitions = enumerate_partitions(cluster.num_devices, self.global_batch, self.seq_len, self.limits, pins)
         held = recipe(self.precision, train.optimizer, cluster.stack.gradient_dtype)
-        self.evaluator = Evaluator(self.prices, cluster, held, self.settings, pins.checkpoint)
-        self.done: list[Evaluation] = []
+        self.evaluator = Evaluator(self.prices, cluster, held, self.partitions, pins)
+        fit = [p for p in self.partitions if not self.evaluator.surely_too_big(p)]
+        self.bounds = {p: self.evaluator.analytic_bound_s(p) for p in fit}
+        self.space = BranchAndBound(self.evaluator, self.bounds, self._settings, self.deadline_s)
 
     def _default_batch(self) -> int:
         batch = BATCH_PER_DEVICE * self.cluster.num_devices
         self.notices.append(f"no global batch was stated: {batch} sequences, {BATCH_PER_DEVICE} a device, were taken")
         return batch
 
-    def best_first(self) -> Evaluation:
-        """Evaluate settings in order of their bounds until none left can beat the fifth alternative."""
-        queue = [(self.bounds[s], s.order, "analytic", s) for s in self.settings
-                 if s.degrees.cp == 1 and not self.evaluator.surely_too_big(s)]  # fmt: skip
-        heapq.heapify(queue)
-        while queue:
-            bound, order, kind, setting = heapq.heappop(queue)
-            if bound > self._cutoff():
-                break
-            if time.perf_counter() > self.deadline_s and self._best_of_each_layout():
-                self.open_bound_s = bound
-                self.notices.append(f"the time limit of {self.spec.time_limit_s:g} s ended the search")
-                break
-            if kind == "exact prices":
-                self.done.append(self.evaluator.evaluate(setting))
-                continue
-            sharper, kind = self.evaluator.rough_bound(setting, bound), "in proportion"
-            if sharper <= bound:
-                sharper, kind = self.evaluator.bound(setting), "exact prices"
-            heapq.heappush(queue, (max(bound, sharper), order, kind, setting))
-        feasible = [e for e in self.done if e.pipeline is not None]
-        if not feasible:
+    def _splits_backward(self) -> bool:
+        """Zero-bubble adds up gradients in the parameters' dtype and needs gradients in every stage."""
+        sizes: Counter[str] = Counter()
+        for spec in self.traced.parameters.values():
+            sizes[str(spec.dtype).removeprefix("torch.")] += spec.numel
+        own = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+        most = sizes.most_common(1)[0][0]
+        return own.get(most) == self.precision and all(s.requires_grad for s in self.traced.parameters.values())
+
+    def _settings(self, partition: Partition) -> list[Setting]:
+        return settings_of(partition, self.limits, self.pins)
+
+    def best(self) -> Evaluation:
+        found = self.space.run()
+        if found is None:
             raise self._infeasible()
-        return min(feasible, key=_rank)
-
-    def _cutoff(self) -> float:
-        times = sorted(e.step_s for e in self._best_of_each_layout())
-        return times[ALTERNATIVES] if len(times) > ALTERNATIVES else float("inf")
-
-    def _best_of_each_layout(self) -> list[Evaluation]:
-        layouts: dict[tuple[Degrees, bool], Evaluation] = {}
-        for e in self.done:
-            key = (e.setting.degrees, e.setting.sequence_sharding)
-            if e.pipeline is not None and (key not in layouts or _rank(e) < _rank(layouts[key])):
-                layouts[key] = e
-        return list(layouts.values())
+        if self.space.timed_out:
+            self.notices.append(f"the time limit of {self.spec.time_limit_s:g} s ended the search")
+        return found
 
     def _infeasible(self) -> InfeasiblePlanError:
+        """Names the most frugal setting, its stage, and the bytes that are missing."""
         device = self.cluster.device
-        tried = {e.setting for e in self.done}
-        frugal: dict[tuple[Degrees, bool], Setting] = {}  # memory grows with the micro-batch
-        for s in sorted((s for s in self.settings if s.degrees.cp == 1), key=lambda s: s.micro_batch):
-            frugal.setdefault((s.degrees, s.sequence_sharding), s)
-        self.done += [self.evaluator.evaluate(s) for s in frugal.values() if s not in tried]
-        nearest = min(self.done, key=lambda e: (e.needed_bytes, e.setting.order))
-        missing = nearest.needed_bytes - device.memory_bytes
-        d = nearest.setting.degrees
-        names = ("dp", "tp", "pp", "sp", "microbatch", "schedule", "checkpoint")
-        pinned = [f"{name}={getattr(self.pins, name)}" for name in names if getattr(self.pins, name) is not None]
+        frugal: dict[Degrees, Setting] = {}  # memory grows with the micro-batch, falls with every level of sharding
+        for partition in sorted(self.partitions, key=lambda p: (p.micro_batch, not p.sequence_sharding)):
+            if partition.degrees not in frugal:
+                frugal[partition.degrees] = max(
+                    self._settings(partition), key=lambda s: (s.zero, s.zero_shard, -s.virtual_stages)
+                )
+        near = sorted(frugal.values(), key=lambda s: self.evaluator.price(s).least_bytes())
+        found = [self.evaluator.lacking(s) for s in near[:_FRUGAL]]
+        nearest = min(found, key=lambda e: (e.needed_bytes, e.setting.order))
+        missing, s = nearest.needed_bytes - device.memory_bytes, nearest.setting
+        d = s.degrees
+        pinned = [text for text in self.pins.texts() if "." not in text]
         return InfeasiblePlanError(
             f"no plan fits in {device.memory_bytes / 2**30:.1f} GiB a device: even the most frugal (dp={d.dp} "
-            f"tp={d.tp} pp={d.pp}, micro-batch {nearest.setting.micro_batch}) lacks {missing:.0f} bytes "
-            f"({missing / 2**30:.2f} GiB) on stage {nearest.binding_stage}"
+            f"tp={d.tp} pp={d.pp}{f' cp={d.cp}' if d.cp > 1 else ''}, micro-batch {s.micro_batch}, zero {s.zero}) "
+            f"lacks {missing:.0f} bytes ({missing / 2**30:.2f} GiB) on stage {nearest.binding_stage}"
             + (f" under the pins {', '.join(pinned)}" if pinned else ""),
             where="memory",
             try_=f"devices of at least {nearest.needed_bytes / 2**30:.1f} GiB, more devices, "
             + ("or fewer pins" if pinned else "or a shorter sequence"),
         )
 
-    def plan(self, best: Evaluation) -> Plan:
-        assert best.pipeline is not None
-        setting, traced = best.setting, self.traced
-        group = group_cost(self.cluster, setting.degrees, "tp")
-        layout = self.prices.at(setting.degrees.tp, setting.sequence_sharding, setting.micro_batch, group).layout
-        plan = Plan(
-            degrees=setting.degrees,
-            global_batch=self.global_batch,
-            seq_len=self.seq_len,
-            micro_batch=setting.micro_batch,
-            stages=tuple(layer_ranges(s.path for s in traced.layers[i:j]) for i, j in best.pipeline.runs),
-            schedule=setting.schedule,
-            sequence_sharding=setting.sequence_sharding,
-            parameters=parameter_patterns(traced, layout) if setting.degrees.tp > 1 else {},
-            checkpoint=checkpoint_patterns(traced, best, self.evaluator.class_ids, self.pins.checkpoint == "full"),
-            precision=self.precision,
-            overlap=("dp_reduce",) if "dp_reduce" in self.cluster.stack.overlap and setting.degrees.dp > 1 else (),
-            prediction=self._prediction(best),
-            fingerprints={"model": traced.fingerprint, "cluster": self.cluster.fingerprint,
-                          "train": self.train.fingerprint},
-        )  # fmt: skip
-        if setting.degrees.tp == 1:
-            return plan
-        return with_overrides(traced, plan, layout, strategy_table(traced, setting.degrees.tp, self.seq_len))
+    def stated(self) -> dict[str, Any]:
+        """What a plan says besides the choice."""
+        prints = {
+            "model": self.traced.fingerprint,
+            "cluster": self.cluster.fingerprint,
+            "train": self.train.fingerprint,
+        }
+        return {"seq_len": self.seq_len, "global_batch": self.global_batch, "precision": self.precision,
+                "fingerprints": prints}  # fmt: skip
 
-    def _prediction(self, best: Evaluation) -> dict[str, Any]:
-        setting, devices = best.setting, self.cluster.num_devices
-        useful = 3 * self._useful_forward_flops(setting) * self.global_batch / setting.micro_batch
-        peak = self.cluster.device.flops[self.dtype]
+    def prediction(self, best: Evaluation) -> dict[str, Any]:
+        useful = 3 * self._useful_forward_flops(best.setting) * self.global_batch / best.setting.micro_batch
+        devices, peak = self.cluster.num_devices, self.cluster.device.flops[self.dtype]
         return {
             "step_time_s": best.step_s,
             "tokens_per_s_per_device": self.global_batch * self.seq_len / best.step_s / devices,
@@ -242,63 +219,45 @@ class _Run:
             total += repeats.get(block.name, 1) * sum(op.useful_flops for op in sizes)
         return total
 
-    def alternatives(self, best: Evaluation) -> tuple[Candidate, ...]:
-        """The nearest other layouts, and settings that would have been faster had they fitted."""
-        same = (best.setting.degrees, best.setting.sequence_sharding)
-        rest = [e for e in self._best_of_each_layout() if (e.setting.degrees, e.setting.sequence_sharding) != same]
-        rest.sort(key=_rank)
-        return tuple(self._candidate(e, best) for e in rest[:ALTERNATIVES])
-
-    def _candidate(self, e: Evaluation, best: Evaluation) -> Candidate:
+    def candidate(self, e: Evaluation, best: Evaluation) -> Candidate:
         s = e.setting
         peak = max((stage["total"] for stage in e.memory), default=None)
-        reason = reason_it_loses(e, best, self.cluster.device.memory_bytes)
-        return Candidate(s.degrees, s.sequence_sharding, s.micro_batch, s.schedule, self._checkpoint_text(e),
-                         e.step_s if e.pipeline else None, self.bounds[s], e.time_s, peak, reason)  # fmt: skip
+        reason = reason_it_loses(e, best)
+        return Candidate(s.degrees, s.sequence_sharding, s.micro_batch, s.schedule, self._checkpoint_text(e), e.step_s,
+                         self.bounds[s.partition], e.time_s, peak, reason, s.virtual_stages, s.zero, s.zero_group,
+                         s.exchange)  # fmt: skip
 
     def _checkpoint_text(self, e: Evaluation) -> str:
-        layers = len(self.traced.layers)
-        if e.pipeline is None or self.pins.checkpoint == "full":
-            return "full"
-        again = e.pipeline.recomputed_layers
-        return {0: "none", layers: "full"}.get(again, f"{again} of {layers} full")
-
-    def not_executable(self) -> tuple[Candidate, ...]:
-        """Per degrees with cp > 1, the setting of the least bound."""
-        least: dict[Degrees, Setting] = {}
-        for s in sorted((s for s in self.settings if s.degrees.cp > 1), key=lambda s: (self.bounds[s], s.order)):
-            least.setdefault(s.degrees, s)
-        return tuple(
-            Candidate(s.degrees, s.sequence_sharding, s.micro_batch, s.schedule, "none", None, self.bounds[s], {}, None,
-                      f"cp={s.degrees.cp} is priced (bound {self.bounds[s]:.3g} s) but not executed yet", False)
-            for s in list(least.values())[:ALTERNATIVES]
-        )  # fmt: skip
+        """The mode of all layers, or how many run in which."""
+        assert e.pipeline is not None
+        price, layers = self.evaluator.price(e.setting), len(self.traced.layers)
+        counts = {mode: price.recomputed_layers(e.pipeline, mode) for mode in ("selective", "selective-ops", "full")}
+        used = {mode: n for mode, n in counts.items() if n}
+        if not used:
+            return "none"
+        texts = [mode if n == layers else f"{n} of {layers} {mode}" for mode, n in used.items()]
+        return ", ".join(texts) + (f" by {e.pipeline.segment}" if e.pipeline.segment > 1 and counts["full"] else "")
 
     def statistics(self, best: Evaluation, search_s: float) -> dict[str, Any]:
-        counts = self.prices.counts
-        assert best.pipeline is not None
-        executable = sum(s.degrees.cp == 1 for s in self.settings)
-        bound = min([best.step_s, self.open_bound_s, *(e.pipeline.bound_s for e in self.done if e.pipeline)])
-        bound /= 1 + counts.block_gap
+        ilps, counts = self.prices.counts, self.space.counts
+        bound = min(best.bound_s, self.space.proven_s) / (1 + ilps.block_gap)
+        total = sum(count_settings(p, self.limits, self.pins) for p in self.partitions)
         return {
-            "solver": ", ".join(counts.solvers) or "none needed",
+            "solver": ", ".join(ilps.solvers) or "none needed",
             "status": "optimal" if best.step_s <= bound * (1 + 1e-6) else "incumbent",
-            "variables": counts.variables,
-            "constraints": counts.constraints,
-            "largest_ilp_variables": counts.largest_variables,
-            "ilps": counts.solves,
-            "candidates": executable,
-            "not_executable": len(self.settings) - executable,
-            "solved": len(self.done),
-            "pruned": executable - len(self.done),
-            "too_big": sum(e.pipeline is None for e in self.done),
+            "variables": ilps.variables,
+            "constraints": ilps.constraints,
+            "largest_ilp_variables": ilps.largest_variables,
+            "ilps": ilps.solves,
+            "partitions": len(self.partitions),
+            "candidates": total,
+            "expanded": counts.expanded,
+            "bounded": counts.bounded,
+            "solved": counts.solved,
+            "pruned": total - counts.solved,
+            "too_big": counts.too_big,
             "search_s": search_s,
-            "ilp_s": counts.solve_s,
+            "ilp_s": ilps.solve_s,
             "bound_s": bound,
             "gap": max(0.0, best.step_s / bound - 1),
         }
-
-
-def _rank(e: Evaluation) -> tuple[Any, ...]:
-    """Faster first; equal to nine digits goes to fewer axes (see `Setting.order`)."""
-    return (float(f"{e.step_s:.9e}"), e.setting.order)

@@ -1,58 +1,45 @@
-"""Price table of pipeline stages: least time of stage s holding layers i..j within the memory of a device.
+"""Price table of pipeline stages: least time of stage s with given layers within the memory of a device.
 
-Per layer the choice is between keeping activations ("none") and recomputing them ("full"). For one stage that is a
-knapsack: minimise extra time subject to memory freed >= memory missing. With two modes per layer and identical layers
-counted, it is solved exactly by enumerating the counts of all classes but one and closing the last by division.
+Per layer the choice is how it is recomputed; for one stage that is a small knapsack (minimise time subject to memory),
+solved exactly over the useful mixes of modes (`mode_mixes`). Entries start as lower bounds, every layer in its fastest
+mode, and are worked out where a cut uses them.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
 
 import numpy as np
 import numpy.typing as npt
 
+from autopar.cost_model.mode_mixes import LayerClass, LayerMode, Mixes, class_mixes, merged
+
 __all__ = ["LayerClass", "LayerMode", "PipelineProblem", "StageCost", "StagePrice", "StageTable", "price_stage"]
 
-
-@dataclass(frozen=True)
-class LayerMode:
-    """One way to run a layer: seconds per micro-batch (forward, backward, recompute, communication), bytes kept per
-    micro-batch in flight, and the working bytes its backward needs once per stage on top."""
-
-    name: str
-    time_s: float
-    saved_bytes: float
-    transient_bytes: float = 0.0
-
-
-@dataclass(frozen=True)
-class LayerClass:
-    """Layers of equal structure. `modes` is (none,), (full,) or (none, full); `static_bytes` is what parameters,
-    gradients and optimizer of one layer take."""
-
-    modes: tuple[LayerMode, ...]
-    static_bytes: float
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class StageCost:
-    """What a stage costs besides its layers: prologue, epilogue, sends. `in_flight` micro-batches are held at once."""
+    """What a stage costs besides its layers: prologue, epilogue, sends. `in_flight` micro-batches are held at once;
+    `put_off_s` as in LayerClass."""
 
     time_s: float = 0.0
     static_bytes: float = 0.0
     saved_bytes: float = 0.0
     transient_bytes: float = 0.0
-    in_flight: int = 1
+    in_flight: float = 1
+    put_off_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class PipelineProblem:
     """`layers` is the class index of every layer in order; `tail_s(stage, layers per class)` is what a stage adds after
-    its last backward (exposed gradient reduction, optimizer)."""
+    its last backward (exposed gradient reduction, optimizer). A rank holds `virtual_stages` chunks, which needs layers
+    of one class; "full" layers are recomputed in segments of `segment`."""
 
     layers: tuple[int, ...]
     classes: tuple[LayerClass, ...]
@@ -60,154 +47,182 @@ class PipelineProblem:
     micro_batches: int
     memory_bytes: float
     tail_s: Callable[[int, tuple[int, ...]], float] = lambda stage, counts: 0.0
+    virtual_stages: int = 1
+    segment: int = 1
+
+    @property
+    def is_uniform(self) -> bool:
+        return len(set(self.layers)) <= 1
 
 
 @dataclass(frozen=True)
 class StagePrice:
-    """A priced stage. `recomputed` layers of each class run in mode "full" (0 where the only mode is "none")."""
+    """A priced stage: seconds per micro-batch, those of them that fill a bubble, seconds after the last backward;
+    layers of each class, and of these how many run in each of the class's modes."""
 
     time_s: float
-    memory_bytes: float
+    flow_s: float
     tail_s: float
+    memory_bytes: float
     counts: tuple[int, ...]
-    recomputed: tuple[int, ...]
+    modes: tuple[tuple[int, ...], ...]
 
 
-def price_stage(problem: PipelineProblem, stage: int, counts: tuple[int, ...]) -> StagePrice | None:
-    """Least-time price of a stage with `counts` layers of each class; None if it does not fit in memory."""
-    best: StagePrice | None = None
-    for recomputed in _recompute_choices(problem, stage, counts):
-        memory = stage_memory(problem, stage, counts, recomputed)
-        if memory > problem.memory_bytes:
-            continue
-        time_s = _stage_time(problem, stage, counts, recomputed)
-        if best is None or (time_s, memory) < (best.time_s, best.memory_bytes):
-            best = StagePrice(time_s, memory, 0.0, counts, recomputed)
-    if best is None:
-        return None
-    return StagePrice(best.time_s, best.memory_bytes, problem.tail_s(stage, counts), counts, best.recomputed)
+def stage_mixes(problem: PipelineProblem, counts: tuple[int, ...]) -> Mixes:
+    """Useful mixes of a stage's layers."""
+    chunks = problem.virtual_stages
+    parts = [class_mixes(c, n, problem.segment, chunks) for c, n in zip(problem.classes, counts, strict=True)]
+    if not parts:
+        zero = np.zeros(1)
+        return Mixes(zero, zero, zero, np.zeros((1, 0), dtype=np.int64))
+    return reduce(merged, parts)
 
 
-def stage_memory(problem: PipelineProblem, stage: int, counts: tuple[int, ...], recomputed: tuple[int, ...]) -> float:
-    """Peak bytes of a stage: static, kept activations of the micro-batches in flight, largest working set."""
+def mix_memory(problem: PipelineProblem, stage: int, counts: tuple[int, ...], mixes: Mixes) -> Floats:
+    """Peak bytes of a stage under each mix: static, kept activations of the micro-batches in flight, largest working
+    set."""
     own = problem.stages[stage]
-    static, saved, transient = own.static_bytes, own.saved_bytes, own.transient_bytes
-    for layer, count, again in zip(problem.classes, counts, recomputed, strict=True):
-        static += count * layer.static_bytes
-        for mode, number in zip((layer.modes[0], layer.modes[-1]), (count - again, again), strict=True):
-            if number:
-                saved += number * mode.saved_bytes
-                transient = max(transient, mode.transient_bytes)
-    return static + own.in_flight * saved + transient
-
-
-def frugal_memory(problem: PipelineProblem, stage: int, counts: tuple[int, ...]) -> float:
-    """Least memory a stage with these layers can live in, whatever the time."""
-    everything = tuple(n if len(c.modes) == 2 else 0 for n, c in zip(counts, problem.classes, strict=True))
-    nothing = tuple(0 for _ in counts)
-    return min(stage_memory(problem, stage, counts, choice) for choice in (everything, nothing))
-
-
-def _stage_time(problem: PipelineProblem, stage: int, counts: tuple[int, ...], recomputed: tuple[int, ...]) -> float:
-    total = problem.stages[stage].time_s
-    for layer, count, again in zip(problem.classes, counts, recomputed, strict=True):
-        total += (count - again) * layer.modes[0].time_s + again * layer.modes[-1].time_s
+    static = own.static_bytes + sum(n * c.static_bytes for n, c in zip(counts, problem.classes, strict=True))
+    kept = own.in_flight * (own.saved_bytes + mixes.kept_bytes)
+    total: Floats = static + kept + np.maximum(mixes.transient_bytes, own.transient_bytes)
     return total
 
 
-def _recompute_choices(problem: PipelineProblem, stage: int, counts: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Numbers of recomputed layers per class that can be optimal: none, and every minimal way to free what is missing.
-
-    Which classes are recomputed decides the working set, so each subset of classes is closed on its own.
-    """
-    nothing = tuple(0 for _ in counts)
-    choices = {nothing}
-    able = [c for c, n in enumerate(counts) if n and len(problem.classes[c].modes) == 2]
-    in_flight = problem.stages[stage].in_flight
-    for used in itertools.chain.from_iterable(itertools.combinations(able, k) for k in range(1, len(able) + 1)):
-        *free, last = used
-        for head in itertools.product(*(range(1, counts[c] + 1) for c in free)):
-            trial = list(nothing)
-            for c, n in zip(free, head, strict=True):
-                trial[c] = n
-            trial[last] = 1
-            missing = stage_memory(problem, stage, counts, tuple(trial)) - problem.memory_bytes
-            kept, dropped = (m.saved_bytes for m in problem.classes[last].modes)
-            freed = in_flight * (kept - dropped)
-            more = max(0, math.ceil(missing / freed)) if freed > 0 else 0
-            for extra in (more, more + 1):  # one more guards the division against rounding
-                if 1 + extra <= counts[last]:
-                    trial[last] = 1 + extra
-                    choices.add(tuple(trial))
-            trial[last] = counts[last]  # dropping the last kept layer can shrink the working set
-            choices.add(tuple(trial))
-    return sorted(choices)
+def price_stage(
+    problem: PipelineProblem, stage: int, counts: tuple[int, ...], mixes: Mixes | None = None
+) -> StagePrice | None:
+    """Least-time price of a stage with `counts` layers of each class; None if it does not fit in memory."""
+    mixes = stage_mixes(problem, counts) if mixes is None else mixes
+    memory = mix_memory(problem, stage, counts, mixes)
+    fits = memory <= problem.memory_bytes
+    if not fits.any():
+        return None
+    row = int(np.argmax(fits))  # rows come in order of time
+    own = problem.stages[stage]
+    time_s = own.time_s + float(mixes.time_s[row])
+    put_off_s = own.put_off_s + sum(n * c.put_off_s for n, c in zip(counts, problem.classes, strict=True))
+    split, first = [], 0
+    for c in problem.classes:
+        split.append(tuple(int(n) for n in mixes.choice[row, first : first + len(c.modes)]))
+        first += len(c.modes)
+    return StagePrice(time_s, time_s - put_off_s, put_off_s + problem.tail_s(stage, counts), float(memory[row]), counts,
+                      tuple(split))  # fmt: skip
 
 
 class StageTable:
-    """Prices of every stage over every run of layers [i, j); runs with equal counts share one price."""
+    """Prices of every stage over every number (classes mixed: every run) of layers.
+
+    `ids[i, j]` numbers the layers [i, j) by what they hold (-1: no stage can be that run); arrays are [stage, id].
+    """
 
     def __init__(self, problem: PipelineProblem) -> None:
         self.problem = problem
-        self._prices: dict[tuple[int, tuple[int, ...]], StagePrice | None] = {}
-        total = len(problem.layers)
-        prefix = np.zeros((total + 1, len(problem.classes)), dtype=int)
+        total, stages = len(problem.layers), len(problem.stages)
+        self.least = least = problem.virtual_stages if total else 0
+        prefix = np.zeros((total + 1, len(problem.classes)), dtype=np.int64)
         for i, c in enumerate(problem.layers):
             prefix[i + 1] = prefix[i]
             prefix[i + 1, c] += 1
-        self._prefix = prefix
+        known: dict[tuple[int, ...], int] = {}
+        self.ids = np.full((total + 1, total + 1), -1, dtype=np.int64)
+        most = total - least * (stages - 1)
+        if problem.is_uniform:
+            first = problem.layers[0] if total else 0
+            for n in range(least, most + 1):
+                known[tuple(n if c == first else 0 for c in range(len(problem.classes)))] = n - least
+        else:
+            for i in range(total):
+                for j in range(i + least, min(total, i + most) + 1):
+                    counts = tuple(int(n) for n in prefix[j] - prefix[i])
+                    self.ids[i, j] = known.setdefault(counts, len(known))
+        self.counts = list(known)
+        self._mixes: dict[int, Mixes] = {}
+        self._prices: dict[tuple[int, int], StagePrice | None] = {}
+        self._fill(np.array(self.counts, dtype=np.float64).reshape(len(self.counts), len(problem.classes)))
 
-    def counts(self, i: int, j: int) -> tuple[int, ...]:
-        """Layers per class in [i, j)."""
-        return tuple(int(n) for n in self._prefix[j] - self._prefix[i])
+    def _fill(self, counts: Floats) -> None:
+        """Lower bounds: every layer in its fastest mode; infinite where even the least of each figure is too much."""
+        problem = self.problem
 
-    def price(self, stage: int, i: int, j: int) -> StagePrice | None:
-        key = (stage, self.counts(i, j))
+        def each(figure: Callable[[LayerClass], float]) -> Floats:
+            return np.array([figure(c) for c in problem.classes], dtype=np.float64)
+
+        def own(figure: Callable[[StageCost], float]) -> Floats:
+            return np.array([figure(s) for s in problem.stages], dtype=np.float64)[:, None]
+
+        fast = [min(c.modes, key=lambda m: (m.time_s, m.saved_bytes)) for c in problem.classes]
+        self.put_off_s = own(lambda s: s.put_off_s) + counts @ each(lambda c: c.put_off_s)
+        self.times = own(lambda s: s.time_s) + counts @ np.array([m.time_s for m in fast], dtype=np.float64)
+        static = own(lambda s: s.static_bytes) + counts @ each(lambda c: c.static_bytes)
+        flight, glue = own(lambda s: s.in_flight), own(lambda s: s.saved_bytes)
+        room = problem.memory_bytes - static - own(lambda s: s.transient_bytes)
+        least = each(lambda c: min(m.saved_bytes / (problem.segment if m.name == "full" else 1) for m in c.modes))
+        hopeless = room - flight * (glue + counts @ least) < -1e-6 * problem.memory_bytes
+        kept = flight * (glue + counts @ np.array([m.saved_bytes for m in fast], dtype=np.float64))
+        transient = np.max(np.where(counts > 0, np.array([m.transient_bytes for m in fast]), 0.0), axis=1, initial=0.0)
+        working = np.maximum(own(lambda s: s.transient_bytes), transient)
+        self.times[hopeless] = np.inf
+        plain = problem.segment == 1 or all(m.name != "full" for m in fast)
+        self.exact = hopeless | ((static + kept + working <= problem.memory_bytes) & plain)
+        self.tails = np.full(self.times.shape, np.nan)
+
+    def tails_of(self, stage: int) -> Floats:
+        """Seconds after the last backward, put-off weight gradients included, by id."""
+        if np.isnan(self.tails[stage]).any():
+            own = [self.problem.tail_s(stage, counts) for counts in self.counts]
+            self.tails[stage] = np.array(own) + self.put_off_s[stage]
+        row: Floats = self.tails[stage]
+        return row
+
+    def mixes(self, number: int) -> Mixes:
+        if number not in self._mixes:
+            self._mixes[number] = stage_mixes(self.problem, self.counts[number])
+        return self._mixes[number]
+
+    def settle(self, number: int) -> None:
+        """Work out the exact times of every stage with these layers."""
+        mixes, own = self.mixes(number), self.problem.stages
+        for s in range(len(own)):
+            if not self.exact[s, number]:
+                fits = mix_memory(self.problem, s, self.counts[number], mixes) <= self.problem.memory_bytes
+                best = float(mixes.time_s[int(np.argmax(fits))]) if fits.any() else np.inf
+                self.times[s, number] = own[s].time_s + best
+                self.exact[s, number] = True
+
+    def price(self, stage: int, number: int) -> StagePrice | None:
+        key = (stage, number)
         if key not in self._prices:
-            self._prices[key] = price_stage(self.problem, *key)
+            self._prices[key] = price_stage(self.problem, stage, self.counts[number], self.mixes(number))
         return self._prices[key]
 
-    def runs(self, stage: int) -> list[tuple[int, int]]:
-        """Runs [i, j) the stage can hold when every stage holds at least one layer."""
-        total, stages = len(self.problem.layers), len(self.problem.stages)
-        after = stages - 1 - stage
-        starts = [0] if stage == 0 else range(stage, total - after)
-        return [(i, j) for i in starts for j in ([total] if after == 0 else range(i + 1, total - after + 1)) if j > i]
-
-    def arrays(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-        """(times, tails)[stage, i, j] in seconds, inf where the run does not fit."""
-        total, stages = len(self.problem.layers), len(self.problem.stages)
-        times = np.full((stages, total + 1, total + 1), np.inf)
-        tails = times.copy()
-        alike = len(set(self.problem.layers)) == 1
-        for stage in range(stages):
-            known: dict[int, StagePrice | None] = {}
-            for i, j in self.runs(stage):
-                found = known[j - i] if alike and j - i in known else self.price(stage, i, j)
-                known[j - i] = found
-                if found is not None:
-                    times[stage, i, j], tails[stage, i, j] = found.time_s, found.tail_s
-        return times, tails
+    def number(self, i: int, j: int) -> int:
+        """Id of the run [i, j); -1 if no stage can be that run."""
+        if not self.problem.is_uniform:
+            return int(self.ids[i, j])
+        n = j - i - self.least
+        return n if 0 <= n < len(self.counts) else -1
 
     def memory_needed(self) -> tuple[float, int]:
         """Smallest device memory in bytes any cut fits in, and the stage that binds; see `InfeasiblePlanError`."""
-        total, stages = len(self.problem.layers), len(self.problem.stages)
+        stages, total = len(self.problem.stages), len(self.problem.layers)
+        need = np.array(
+            [[float(mix_memory(self.problem, s, c, self.mixes(k)).min()) for k, c in enumerate(self.counts)]
+             for s in range(stages)]
+        )  # fmt: skip
         reach = np.full((stages + 1, total + 1), np.inf)
         reach[0, 0] = 0.0
         cut = np.zeros((stages + 1, total + 1), dtype=int)
-        need: dict[tuple[int, tuple[int, ...]], float] = {}
-        for stage in range(stages):
-            for i, j in self.runs(stage):
-                key = (stage, self.counts(i, j))
-                if key not in need:
-                    need[key] = frugal_memory(self.problem, *key)
-                value = max(reach[stage, i], need[key])
-                if value < reach[stage + 1, j]:
-                    reach[stage + 1, j], cut[stage + 1, j] = value, i
+        for s in range(stages):
+            for i in map(int, np.flatnonzero(np.isfinite(reach[s]))):
+                for j in range(i, total + 1):
+                    k = self.number(i, j)
+                    value = max(reach[s, i], need[s, k]) if k >= 0 else np.inf
+                    if value < reach[s + 1, j]:
+                        reach[s + 1, j], cut[s + 1, j] = value, i
         worst, binding, j = float(reach[stages, total]), 0, total
-        for stage in reversed(range(stages)):
-            i = int(cut[stage + 1, j])
-            if need[(stage, self.counts(i, j))] == worst:
-                binding = stage
+        for s in reversed(range(stages)):
+            i = int(cut[s + 1, j])
+            if need[s, self.number(i, j)] == worst:
+                binding = s
             j = i
         return worst, binding

@@ -28,7 +28,17 @@ from autopar.cost_model.memory import Recipe
 from autopar.mesh import Degrees
 from autopar.specs import ClusterSpec
 
-__all__ = ["MODES", "RunLayout", "StackTraits", "StepPrice", "Unit", "add_parts", "exposed_reduction_s"]
+__all__ = [
+    "MODES",
+    "RunLayout",
+    "StackTraits",
+    "StepPrice",
+    "Unit",
+    "add_parts",
+    "exposed_reduction_s",
+    "overhead_s",
+    "slowdown",
+]
 
 MODES = ("none", "selective", "op", "selective-ops", "full")
 """What a layer keeps: everything; all but the attention core; attention and every second product (torchtitan);
@@ -148,7 +158,7 @@ class StepPrice:
         """One layer, recomputed by `mode`."""
         price, shares = unit.price, _shares(unit.work, self.machine)
         again_s = shares.again_s[mode]
-        again_tp_s = price.forward_communication_s if mode == "full" else 0.0
+        again_tp_s = self._tp_again_s(unit, mode)
         tp_s = price.forward_communication_s + price.backward_communication_s + again_tp_s
         return {
             "forward": price.forward_s,
@@ -186,6 +196,15 @@ class StepPrice:
     def weights_s(self, unit: Unit) -> float:
         """Weight gradients of a unit, which zero-bubble puts off."""
         return _shares(unit.work, self.machine).weights_s if self.layout.schedule == "zero-bubble" else 0.0
+
+    def _tp_again_s(self, unit: Unit, mode: str) -> float:
+        """Communication over tp that recomputation repeats: op-level modes keep sums behind products, not gathers."""
+        if mode == "full":
+            return unit.price.forward_communication_s
+        if mode != "selective-ops":
+            return 0.0
+        return sum(self.tp_group.seconds(kind, whole) for kind, whole, when in unit.work.collectives
+                   if when == 0 and kind == "all_gather")  # fmt: skip
 
     def _behind_weights_s(self, price: LayoutPrice, shares: _Shares) -> float:
         """Part of a layer's input-gradient reductions that runs behind its weight gradients."""
@@ -243,12 +262,19 @@ class StepPrice:
         return {"tp": step_tp_s, "dp": self._exposed_dp_s(parameters, forward_s, backward_s),
                 "optimizer": self.optimizer_s(parameters)}  # fmt: skip
 
+    def least_tail_s(self, parameters: float, forward_s: float, backward_s: float) -> float:
+        """Lower bound of the longest tail of stages that hold `parameters` and take these times on average: a tail is
+        convex in them but for the choice of ring or tree, whose rates differ by (n - 1) / n."""
+        n = self.replica_group.size
+        share = (n - 1) / n if n > 1 else 1.0
+        return self._exposed_dp_s(parameters, forward_s, backward_s, share) + self.optimizer_s(parameters)
+
     def optimizer_s(self, parameters: float) -> float:
         held = parameters / (max(1, self.layout.zero_shard) if self.layout.zero else 1)
         return held * self.recipe.update_traffic_bytes / self.machine.bytes_per_s
 
-    def _exposed_dp_s(self, parameters: float, forward_s: float, backward_s: float) -> float:
-        """Exposed gradient reduction and parameter gather."""
+    def _exposed_dp_s(self, parameters: float, forward_s: float, backward_s: float, share: float = 1.0) -> float:
+        """Exposed gradient reduction and parameter gather; share: factor on the all-reduce between replicas."""
         zero, traits = self.layout.zero, self.traits
         behind_backward_s, behind_forward_s = (backward_s, forward_s) if self.hides_dp else (0.0, 0.0)
         gather_s = self.shard_group.seconds("all_gather", parameters * self._gather_bytes)
@@ -258,9 +284,9 @@ class StepPrice:
         if zero == 0:
             reduce_bytes = parameters * traits.reduce_bytes
             reduce_s = self.shard_group.seconds("all_reduce", reduce_bytes)
-            reduce_s += self.replica_group.seconds("all_reduce", reduce_bytes)
+            reduce_s += share * self.replica_group.seconds("all_reduce", reduce_bytes)
             return exposed_reduction_s(reduce_s, behind_backward_s)
-        reduce_s = exposed_reduction_s(self._scatter_s(parameters), behind_backward_s)
+        reduce_s = exposed_reduction_s(self._scatter_s(parameters, share), behind_backward_s)
         if traits.zero1_gather == "broadcast" and self.layout.zero_shard > 1:
             return reduce_s + gather_s + self.layout.zero_shard * self.constants["broadcast_s"]
         return reduce_s + exposed_reduction_s(gather_s, behind_forward_s)
@@ -269,12 +295,11 @@ class StepPrice:
     def _gather_bytes(self) -> float:
         return self.traits.fp8_gather_bytes if self.layout.fp8 else self.traits.gather_bytes
 
-    def _scatter_s(self, parameters: float) -> float:
+    def _scatter_s(self, parameters: float, share: float = 1.0) -> float:
         reduce_bytes = parameters * self.traits.reduce_bytes
         shares = max(1, self.layout.zero_shard)
-        return self.shard_group.seconds("reduce_scatter", reduce_bytes) + self.replica_group.seconds(
-            "all_reduce", reduce_bytes / shares
-        )
+        between_s = share * self.replica_group.seconds("all_reduce", reduce_bytes / shares)
+        return self.shard_group.seconds("reduce_scatter", reduce_bytes) + between_s
 
     # --- the step -----------------------------------------------------------------------------------------------------
 
@@ -300,16 +325,24 @@ class StepPrice:
 
     @property
     def slowdown(self) -> float:
-        """Of a synchronous step by the slowest of many nodes."""
-        if self.cluster.device.kind != "cuda":
-            return 1.0
-        nodes = max(1.0, self.cluster.num_devices / (self.cluster.links[0].span if self.cluster.links else 1))
-        return 1 + self.constants["straggler"] * math.log2(nodes)
+        return slowdown(self.cluster, self.constants)
 
     @property
     def overhead_s(self) -> float:
-        """Of a step outside the model. A calibrated CPU shows none."""
-        return self.constants["step_overhead_s"] if self.cluster.device.kind == "cuda" else 0.0
+        return overhead_s(self.cluster, self.constants)
+
+
+def slowdown(cluster: ClusterSpec, constants: GenerationConstants) -> float:
+    """Factor on a synchronous step by the slowest of many nodes. A CPU's processes share one."""
+    if cluster.device.kind != "cuda":
+        return 1.0
+    nodes = max(1.0, cluster.num_devices / (cluster.links[0].span if cluster.links else 1))
+    return 1 + constants["straggler"] * math.log2(nodes)
+
+
+def overhead_s(cluster: ClusterSpec, constants: GenerationConstants) -> float:
+    """Seconds of a step outside the model. A calibrated CPU shows none."""
+    return constants["step_overhead_s"] if cluster.device.kind == "cuda" else 0.0
 
 
 def add_parts(*parts: Mapping[str, float] | tuple[float, Mapping[str, float]]) -> dict[str, float]:

@@ -65,8 +65,11 @@ TIME_NAMES = {
     "cp_communication": "context-parallel communication",
     "dp_communication": "data-parallel communication",
     "pp_communication": "pipeline communication",
+    "accumulation": "gradient accumulation",
     "bubble": "pipeline bubble",
     "optimizer": "optimizer",
+    "straggler": "waiting for the slowest node",
+    "overhead": "overhead of a step",
 }
 
 MEMORY_NAMES = {"parameters": "weights", "communication": "buffers"}

@@ -19,7 +19,7 @@ from autopar.specs import ClusterSpec, TrainSpec
         (["dp=8"], "global batch of 12 sequences cannot be shared equally by dp 8", "dp one of 4, 6, 12"),
         (["microbatch=5"], "microbatch 5 does not divide the global batch of 12", "microbatch one of 3, 4, 6"),
         (["dp=2", "microbatch=4"], "microbatch 4 does not divide 12 / dp 2 = 6", "microbatch one of 2, 3, 6"),
-        (["cp=4"], "18 tokens cannot be cut into 4 equal parts", "cp one of 2, 3, 6"),
+        (["cp=4"], "18 tokens cannot be cut into 4 equal parts", "cp one of 1, 3, 9"),
     ],
 )
 def test_rule_values_and_legal_values_are_stated(pins: list[str], rule: str, legal: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.cost_model.candidates import enumerate_settings
+from autopar.cost_model.candidates import ModelLimits, enumerate_partitions
 from autopar.cost_model.model_checks import check_model, check_pinned_dims, pins_without_effect
 from autopar.errors import AutoparError, InfeasiblePlanError, SpecError
 from autopar.ir import TracedModel
@@ -86,9 +86,10 @@ def test_a_pinned_dim_has_to_exist() -> None:
 
 
 def test_devices_that_do_not_factor_list_what_would() -> None:
+    limits = ModelLimits(4, lambda tp: tp in (1, 2, 4), lambda cp, tp: ())
     with pytest.raises(InfeasiblePlanError, match="no degrees factor 7 devices") as caught:
-        enumerate_settings(7, 8, 16, 4, Pins(), lambda tp: tp in (1, 2, 4))
+        enumerate_partitions(7, 8, 16, limits, Pins())
     assert "multiple of 7, or 1, 2, 4 devices" in str(caught.value)
-    assert enumerate_settings(7, 14, 16, 4, Pins(), lambda tp: tp in (1, 2, 4))
+    assert enumerate_partitions(7, 14, 16, limits, Pins())
     for devices in (1, 2, 4):
-        assert enumerate_settings(devices, 8, 16, 4, Pins(), lambda tp: tp in (1, 2, 4))
+        assert enumerate_partitions(devices, 8, 16, limits, Pins())

@@ -14,7 +14,7 @@ from autopar.cost_model import solver, solver_backends
 from autopar.cost_model.block_beam import beam_search
 from autopar.cost_model.block_ilp import layout_cost, solve_block
 from autopar.cost_model.mip import Answer, simple_bound
-from autopar.cost_model.pipeline_ilp import solve_pipeline
+from autopar.cost_model.pipeline_ilp import prove, solve_pipeline
 from autopar.cost_model.solver import Model, SolverError, SolverPolicy, solve
 from autopar.errors import SpecError
 from autopar.search_spec import SearchSpec
@@ -177,20 +177,15 @@ def test_blocks_with_cbc() -> None:
 
 
 def test_pipelines_without_a_solver() -> None:
-    """A cut that fits, above the optimum, with a bound below it; more often than not the optimum itself."""
-    solved = exact = 0
-    for seed in range(80):
+    """The sweep's cut stands, unproven by an ILP; the solver's absence is no error."""
+    for seed in range(40):
         problem = test_pipeline_ilp.random_problem(seed)
-        expected, found = solve_pipeline(problem), solve_pipeline(problem, policy=HEURISTIC, most_cuts=1)
-        assert (expected is None) == (found is None)
-        if expected is None or found is None or found.solver != "heuristic":
+        found = solve_pipeline(problem)
+        if isinstance(found, float):
             continue
-        assert found.bound_s <= expected.step_s * (1 + 1e-9)
-        assert found.step_s >= expected.step_s * (1 - 1e-9)
-        solved += 1
-        exact += found.step_s <= expected.step_s * (1 + 1e-9)
-    assert solved >= 10
-    assert exact >= 0.5 * solved
+        alone, proven = prove(problem, found, policy=HEURISTIC), prove(problem, found)
+        assert alone.step_s == alone.bound_s == proven.step_s
+        assert alone.solver == ("heuristic" if proven.variables else "")
 
 
 def test_the_policy_takes_what_is_left_of_the_time() -> None:

@@ -1,0 +1,152 @@
+"""How the layers of a stage are recomputed: mixes of modes, and of these only what can be optimal.
+
+A mix says how many layers of each class run in each mode. Of a stage it needs three sums: time, bytes kept per
+micro-batch, and the largest working set of any mode used. A mix that another beats in all three is dropped, which is
+exact whatever the memory, the micro-batches in flight and what else lies on the stage: the mixes of a layer count serve
+all stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["LayerClass", "LayerMode", "Mixes", "class_mixes", "merged"]
+
+Floats = npt.NDArray[np.float64]
+Counts = npt.NDArray[np.int64]
+
+MOST_ROWS = 400_000
+"""A stage with more mixes than this (132 layers, four modes) mixes three modes on the hull of time and bytes only."""
+
+
+@dataclass(frozen=True)
+class LayerMode:
+    """One way to run a layer: seconds per micro-batch (forward, backward, recompute, communication), bytes kept per
+    micro-batch in flight, and the working bytes its backward needs once per stage on top."""
+
+    name: str
+    time_s: float
+    saved_bytes: float
+    transient_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class LayerClass:
+    """Layers of equal structure. `static_bytes` is what parameters, gradients and optimizer of one layer take;
+    `put_off_s` the part of a backward that zero-bubble moves to the end; `whole_bytes` what a layer keeps when nothing
+    is recomputed, which a recomputed segment holds for each of its layers at once."""
+
+    modes: tuple[LayerMode, ...]
+    static_bytes: float
+    put_off_s: float = 0.0
+    whole_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class Mixes:
+    """Rows in order of time: seconds, bytes kept per micro-batch, working bytes, layers in each mode of each class."""
+
+    time_s: Floats
+    kept_bytes: Floats
+    transient_bytes: Floats
+    choice: Counts
+
+    def __len__(self) -> int:
+        return len(self.time_s)
+
+
+def class_mixes(layer: LayerClass, count: int, segment: int = 1, chunks: int = 1) -> Mixes:
+    """Useful mixes of `count` layers of one class. Consecutive layers in mode "full" are recomputed in segments of
+    `segment` layers (within each of `chunks` equal parts of the stage); only a segment's input is kept."""
+    modes = _useful(layer.modes)
+    choice = _compositions(count, len(modes))
+    if len(choice) == 0:
+        modes = _hull(modes)
+        choice = _compositions(count, len(modes))
+    kept = np.zeros(len(choice))
+    transient = np.zeros(len(choice))
+    for k, mode in enumerate(modes):
+        layers = choice[:, k]
+        units, working = layers, np.full(len(choice), mode.transient_bytes)
+        if mode.name == "full" and segment > 1:
+            units = _segments(layers, segment, chunks)
+            longest = np.minimum(-(-layers // chunks), segment)
+            working = working + np.maximum(longest - 1, 0) * layer.whole_bytes
+        kept += units * mode.saved_bytes
+        transient = np.maximum(transient, np.where(layers > 0, working, 0.0))
+    time_s = choice @ np.array([mode.time_s for mode in modes])
+    wide = np.zeros((len(choice), len(layer.modes)), dtype=np.int64)
+    wide[:, [layer.modes.index(mode) for mode in modes]] = choice
+    return _pareto(time_s, kept, transient, wide)
+
+
+def merged(first: Mixes, second: Mixes) -> Mixes:
+    """Mixes of the layers of two classes on one stage."""
+    a, b = len(first), len(second)
+    left, right = np.repeat(np.arange(a), b), np.tile(np.arange(b), a)
+    choice = np.concatenate([first.choice[left], second.choice[right]], axis=1)
+    return _pareto(first.time_s[left] + second.time_s[right], first.kept_bytes[left] + second.kept_bytes[right],
+                   np.maximum(first.transient_bytes[left], second.transient_bytes[right]), choice)  # fmt: skip
+
+
+def _useful(modes: Sequence[LayerMode]) -> list[LayerMode]:
+    """Modes that no other beats in time, bytes and working set: swapping it in is never worse."""
+
+    def beats(a: LayerMode, b: LayerMode) -> bool:
+        pairs = [(a.time_s, b.time_s), (a.saved_bytes, b.saved_bytes), (a.transient_bytes, b.transient_bytes)]
+        return all(x <= y for x, y in pairs) and (any(x < y for x, y in pairs) or modes.index(a) < modes.index(b))
+
+    # A segment makes "full" cheaper than its own figures say, so nothing but itself is held against it.
+    return [m for m in modes if m.name == "full" or not any(o is not m and beats(o, m) for o in modes)]
+
+
+def _hull(modes: Sequence[LayerMode]) -> list[LayerMode]:
+    """The fastest mode, the one that keeps least, and the one between that frees most bytes a second."""
+    fastest, leanest = min(modes, key=lambda m: m.time_s), min(modes, key=lambda m: m.saved_bytes)
+    between = [m for m in modes if m not in (fastest, leanest)]
+    best = min(between, key=lambda m: (m.time_s - fastest.time_s) / max(1.0, fastest.saved_bytes - m.saved_bytes))
+    return [m for m in modes if m in (fastest, best, leanest)]
+
+
+@lru_cache(maxsize=256)
+def _compositions(count: int, parts: int) -> Counts:
+    """All ways to write `count` as an ordered sum of `parts` numbers; no row at all if there are too many."""
+    if parts == 1:
+        return np.array([[count]], dtype=np.int64)
+    rows = 1
+    for i in range(1, parts):
+        rows = rows * (count + i) // i
+    if rows > MOST_ROWS and parts > 3:
+        return np.zeros((0, parts), dtype=np.int64)
+    if parts == 2:
+        first = np.arange(count + 1)
+        return np.stack([count - first, first], axis=1)
+    blocks = []
+    for last in range(count + 1):
+        rest = _compositions(count - last, parts - 1)
+        blocks.append(np.concatenate([rest, np.full((len(rest), 1), last, dtype=np.int64)], axis=1))
+    return np.concatenate(blocks)
+
+
+def _segments(layers: Counts, segment: int, chunks: int) -> Counts:
+    """Segments of `layers` recomputed layers that are spread evenly over the chunks."""
+    each, more = layers // chunks, layers % chunks
+    return more * -(-(each + 1) // segment) + (chunks - more) * -(-each // segment)
+
+
+def _pareto(time_s: Floats, kept: Floats, transient: Floats, choice: Counts) -> Mixes:
+    """Rows that no other equals or beats in all three, by time."""
+    order = np.lexsort((transient, kept, time_s))
+    time_s, kept, transient, choice = time_s[order], kept[order], transient[order], choice[order]
+    keep = np.zeros(len(order), dtype=np.bool_)
+    for level in np.unique(transient):
+        inside = transient <= level
+        held = np.where(inside, kept, np.inf)
+        before = np.concatenate([[np.inf], np.minimum.accumulate(held)[:-1]])
+        keep |= (transient == level) & (kept < before)
+    return Mixes(time_s[keep], kept[keep], transient[keep], choice[keep])

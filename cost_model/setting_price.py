@@ -1,0 +1,297 @@
+"""All prices of one setting: the parts of its stages in seconds and bytes, as a pipeline problem and as a report.
+
+Times are those of `step_price`, bytes those of `memory`; what the pipeline problem minimises leaves out the straggler
+factor and the overhead of a step, which are the same for every setting of a cluster.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from autopar.cost_model import memory
+from autopar.cost_model.candidates import Setting
+from autopar.cost_model.constant_table import load_constants
+from autopar.cost_model.memory import Recipe
+from autopar.cost_model.model_prices import BlockPrices, ModelPrices
+from autopar.cost_model.own_stack import own_traits
+from autopar.cost_model.pipeline_ilp import PipelineSolution
+from autopar.cost_model.stage_table import LayerClass, LayerMode, PipelineProblem, StageCost, StagePrice
+from autopar.cost_model.step_price import RunLayout, StepPrice, Unit, add_parts
+from autopar.specs import ClusterSpec
+
+__all__ = ["TIME_PARTS", "SettingPrice"]
+
+_PART_NAMES = {
+    "tp": "tp_communication", "cp": "cp_communication", "dp": "dp_communication", "pp": "pp_communication",
+}  # fmt: skip
+TIME_PARTS = (
+    "forward", "backward", "recompute", "tp_communication", "cp_communication", "dp_communication",
+    "pp_communication", "accumulation", "bubble", "optimizer", "straggler", "overhead",
+)  # fmt: skip
+
+BUCKET_BYTES = 25 << 20
+"""Gradient reduction goes bucket by bucket; two are in flight."""
+
+_EXCHANGES = {"ring": "ring", "all-gather": "all_gather", "all-to-all": "all_to_all"}
+
+
+class SettingPrice:
+    """Prices of one setting. Layers are counted by class, in the order of `ModelPrices.classes`."""
+
+    def __init__(
+        self, setting: Setting, blocks: BlockPrices, prices: ModelPrices, cluster: ClusterSpec, recipe: Recipe,
+        modes: Sequence[str],
+    ) -> None:  # fmt: skip
+        self.setting, self.blocks, self.prices, self.cluster, self.recipe = setting, blocks, prices, cluster, recipe
+        self.pp, self.m = setting.degrees.pp, setting.micro_batches
+        self.classes = [blocks.layers[c] for c in prices.classes]
+        self.equal_layers = len(self.classes) == 1
+        layout = RunLayout(
+            degrees=setting.degrees, layers=len(prices.traced.layers), seq_len=prices.seq_len,
+            micro_batch=setting.micro_batch, micro_batches=self.m, virtual_stages=setting.virtual_stages,
+            zero=setting.zero, zero_shard=setting.zero_shard, sequence_sharding=setting.sequence_sharding,
+            cp_exchange=_EXCHANGES[setting.exchange], schedule=setting.schedule,
+        )  # fmt: skip
+        traits = own_traits(cluster.stack, recipe, setting.zero)
+        constants = load_constants().of(cluster.device)
+        self.step = StepPrice(layout, cluster, traits, prices.machine, constants, recipe)
+        self.state = memory.state_bytes(recipe, setting.zero, setting.zero_shard, fully_sharded=True)
+        self._modes = modes
+        self._parts: dict[tuple[int, str], dict[str, float]] = {}
+        self.send_s = self.step.send_s(blocks.border_bytes)
+        self.ends = [(0, blocks.prologue), (self.pp - 1, blocks.epilogue)]
+
+    # --- seconds ------------------------------------------------------------------------------------------------------
+
+    def without_overhead(self, step_s: float) -> float:
+        """Of a step's seconds, those that the pipeline problem counts."""
+        return (step_s - self.step.overhead_s) / self.step.slowdown
+
+    def with_overhead(self, busy_s: float) -> float:
+        return busy_s * self.step.slowdown + self.step.overhead_s
+
+    def modes_of(self, index: int) -> list[str]:
+        """Modes of recomputation a layer class can run in."""
+        able = self.classes[index].has_attention
+        named = [m for m in self._modes if able or m != "selective"]
+        return named or ["none"]
+
+    def layer_parts(self, index: int, mode: str) -> dict[str, float]:
+        if (index, mode) not in self._parts:
+            self._parts[index, mode] = self.step.layer(self.classes[index].unit, mode)
+        return self._parts[index, mode]
+
+    def bound_s(self) -> float:
+        """Lower bound of the step in seconds without overhead: stages of equal time, every layer in its fastest mode,
+        the least tail of stages with equal parameters."""
+        m, v, pp = self.m, self.setting.virtual_stages, self.pp
+        repeats = list(self.prices.repeats().values())
+        fastest = [
+            min(sum(self.layer_parts(i, mode).values()) for mode in self.modes_of(i)) for i in range(len(self.classes))
+        ]
+        units = [(n, layer.unit) for n, layer in zip(repeats, self.classes, strict=True)]
+        whole_s = sum(n * t for n, t in zip(repeats, fastest, strict=True))
+        whole_s += sum(sum(self.step.end(unit).values()) for _, unit in self.ends) + pp * self.send_s
+        slowest_s = whole_s / pp
+        if self.equal_layers:
+            slowest_s = max(slowest_s, math.ceil(repeats[0] / pp) * fastest[0] + self.send_s)
+        put_off_s = 2 * sum(n * self.step.weights_s(unit) for n, unit in [*units, *((1, u) for _, u in self.ends)])
+        forward_s = sum(n * (u.price.forward_s + u.price.forward_communication_s) for n, u in units) / pp
+        backward_s = sum(n * (u.price.backward_s + u.price.backward_communication_s) for n, u in units) / pp
+        held = sum(n * u.parameters for n, u in units) + sum(u.parameters for _, u in self.ends)
+        held -= self.blocks.tied_parameters if pp == 1 else 0.0
+        tail_s = self.step.least_tail_s(held / pp, forward_s, backward_s) + put_off_s / pp
+        return (m - 1 / v) * slowest_s + (whole_s - put_off_s) / v + tail_s
+
+    def end_units(self, stage: int) -> Iterator[Unit]:
+        return (unit for here, unit in self.ends if here == stage)
+
+    def parameters(self, stage: int, counts: Sequence[int]) -> float:
+        """Local elements on a stage; a weight tied between the ends is one tensor where both are."""
+        held = sum(n * layer.unit.parameters for n, layer in zip(counts, self.classes, strict=True))
+        held += sum(unit.parameters for unit in self.end_units(stage))
+        return held - (self.blocks.tied_parameters if self.pp == 1 else 0.0)
+
+    def tail_parts(self, stage: int, counts: Sequence[int]) -> dict[str, float]:
+        units = [(n, layer.unit.price) for n, layer in zip(counts, self.classes, strict=True)]
+        forward_s = sum(n * (p.forward_s + p.forward_communication_s) for n, p in units)
+        backward_s = sum(n * (p.backward_s + p.backward_communication_s) for n, p in units)
+        step_tp_s = sum(n * p.step_communication_s for n, p in units)
+        step_tp_s += sum(unit.price.step_communication_s for unit in self.end_units(stage))
+        return self.step.tail(self.parameters(stage, counts), forward_s, backward_s, step_tp_s)
+
+    def time_parts(self, solution: PipelineSolution) -> dict[str, float]:
+        """Step time by part, read off the slowest stage; what the others make it wait is bubble."""
+        stages = list(enumerate(solution.stages))
+        parts = self.step.step(
+            [self._stage_parts(s, stage) for s, stage in stages],
+            [self.tail_parts(s, stage.counts) for s, stage in stages],
+            [self._weights_s(s, stage.counts) for s, stage in stages],
+        )
+        named = {_PART_NAMES.get(name, name): seconds for name, seconds in parts.items()}
+        return {name: named.get(name, 0.0) for name in TIME_PARTS}
+
+    def _stage_parts(self, stage: int, price: StagePrice) -> dict[str, float]:
+        layers = [
+            (n, self.layer_parts(i, mode))
+            for i, chosen in enumerate(price.modes)
+            for n, mode in zip(chosen, self.modes_of(i), strict=True)
+            if n
+        ]
+        return add_parts(*layers, *(self.step.end(unit) for unit in self.end_units(stage)), {"pp": self.send_s})
+
+    def _weights_s(self, stage: int, counts: Sequence[int]) -> float:
+        total = sum(n * self.step.weights_s(layer.unit) for n, layer in zip(counts, self.classes, strict=True))
+        return total + sum(self.step.weights_s(unit) for unit in self.end_units(stage))
+
+    # --- bytes --------------------------------------------------------------------------------------------------------
+
+    def layer_bytes(self, index: int, mode: str) -> tuple[float, float]:
+        """(kept per micro-batch, working set): beside a mode's own, a whole input and gradient of the stream."""
+        kept, working = self.classes[index].bytes.kept(mode)
+        tp = self.setting.degrees.tp if self.setting.sequence_sharding else 1
+        return kept, working + 2 * self.blocks.border_bytes * tp
+
+    def in_flight(self, stage: int) -> float:
+        return memory.in_flight(self.setting.schedule, stage, self.pp, self.m, self.setting.virtual_stages)
+
+    def loss_bytes(self, stage: int) -> float:
+        """Peak at the loss, its kept tensors included."""
+        if stage != self.pp - 1:
+            return 0.0
+        tp, width = self.setting.degrees.tp, self.recipe.parameter_bytes
+        at_loss = memory.loss_bytes(self.blocks.logits, 0.0, "own", tp, width)
+        return max(at_loss, self.blocks.epilogue.work.saved_bytes + self.blocks.epilogue.work.working_bytes)
+
+    def communication_bytes(self, stage: int) -> float:
+        """Reduction buckets or gathered units, and per micro-batch in flight each chunk's output, held for its
+        backward."""
+        zero, own = self.setting.zero, self.recipe
+        largest = max((layer.unit.parameters for layer in self.classes), default=0.0)
+        held = 0.0
+        if zero == 0 and self.setting.degrees.dp * self.setting.degrees.cp > 1:
+            held = 2 * BUCKET_BYTES
+        elif zero == 3:
+            ends = sum(unit.parameters for unit in self.end_units(stage))
+            held = memory.gathered_bytes(largest, ends, own.parameter_bytes)
+        if zero >= 2:
+            held += largest * (own.master_bytes or own.parameter_bytes)
+        chunks = self.in_flight(stage) * self.setting.virtual_stages
+        return held + (self.blocks.border_bytes * (chunks + 1) if self.pp > 1 else 0.0)
+
+    def memory(self, solution: PipelineSolution) -> tuple[dict[str, int], ...]:
+        """Peak bytes by category of each stage; of each chunk of a rank, its rank's."""
+        ranks = [self._memory(s, stage) for s, stage in enumerate(solution.stages)]
+        return tuple(ranks * self.setting.virtual_stages)
+
+    def _memory(self, stage: int, price: StagePrice) -> dict[str, int]:
+        own, flight, problem = self.parameters(stage, price.counts), self.in_flight(stage), self.stage_cost(stage)
+        parts = {name: own * nbytes for name, nbytes in self.state.items()}
+        parts["communication"] = self.communication_bytes(stage)
+        epilogue = (flight - 1) * self.blocks.epilogue.work.saved_bytes if stage == self.pp - 1 else 0.0
+        rest = price.memory_bytes - sum(parts.values()) - epilogue
+        kept = self._kept_bytes(price)
+        working = rest - flight * (kept + problem.saved_bytes) if kept is not None else 0.0
+        at_loss = stage == self.pp - 1 and kept is not None and abs(working - problem.transient_bytes) < 1.0
+        logits = epilogue + (working if at_loss else 0.0)
+        parts["activations"] = rest + epilogue - logits
+        parts["logits"] = logits
+        parts["reserved"] = float(self.cluster.device.reserved_bytes)
+        named = {name: round(parts[name]) for name in memory.CATEGORIES}
+        return named | {"total": round(sum(parts.values()))}
+
+    def _kept_bytes(self, price: StagePrice) -> float | None:
+        """Bytes kept a micro-batch by the layers of a stage; None if segments make it more than a sum."""
+        total = 0.0
+        for i, chosen in enumerate(price.modes):
+            for n, mode in zip(chosen, self.modes_of(i), strict=True):
+                if n > 1 and mode == "full":
+                    return None
+                total += n * self.layer_bytes(i, mode)[0]
+        return total
+
+    # --- the pipeline problem -----------------------------------------------------------------------------------------
+
+    def least_bytes(self) -> float:
+        """No cut needs less on its fullest rank: states of the average stage, what one layer keeps."""
+        held = sum(
+            n * layer.unit.parameters for n, layer in zip(self.prices.repeats().values(), self.classes, strict=True)
+        )
+        held += sum(unit.parameters for _, unit in self.ends) - (self.blocks.tied_parameters if self.pp == 1 else 0.0)
+        return held / self.pp * sum(self.state.values()) + min((c.bytes.saved for c in self.classes), default=0.0)
+
+    @property
+    def most_layers(self) -> int:
+        """Layers of the largest stage (chunk) there can be."""
+        chunks = self.pp * self.setting.virtual_stages
+        return max(1, len(self.prices.traced.layers) - chunks + 1)
+
+    def problem(self, segment: int = 1) -> PipelineProblem:
+        index = {c: i for i, c in enumerate(self.prices.classes)}
+        device = self.cluster.device
+        return PipelineProblem(
+            layers=tuple(index[s.class_id] for s in self.prices.traced.layers),
+            classes=tuple(self._layer_class(i) for i in range(len(self.classes))),
+            stages=tuple(self.stage_cost(s) for s in range(self.pp)),
+            micro_batches=self.m,
+            memory_bytes=device.memory_bytes - device.reserved_bytes,
+            tail_s=lambda stage, counts: sum(self.tail_parts(stage, counts).values()),
+            virtual_stages=self.setting.virtual_stages,
+            segment=segment,
+        )
+
+    def _layer_class(self, index: int) -> LayerClass:
+        layer = self.classes[index]
+        modes = tuple(
+            LayerMode(mode, sum(self.layer_parts(index, mode).values()), *self.layer_bytes(index, mode))
+            for mode in self.modes_of(index)
+        )
+        static = layer.unit.parameters * sum(self.state.values())
+        return LayerClass(modes, static, 2 * self.step.weights_s(layer.unit), layer.bytes.saved)
+
+    def stage_cost(self, stage: int) -> StageCost:
+        flight, last = self.in_flight(stage), stage == self.pp - 1
+        no_layers = [0] * len(self.classes)
+        static = self.parameters(stage, no_layers) * sum(self.state.values()) + self.communication_bytes(stage)
+        static += (flight - 1) * self.blocks.epilogue.work.saved_bytes if last else 0.0
+        prologue = self.blocks.prologue.work
+        return StageCost(
+            time_s=sum(sum(self.step.end(unit).values()) for unit in self.end_units(stage)) + self.send_s,
+            static_bytes=static,
+            saved_bytes=prologue.saved_bytes if stage == 0 else 0.0,
+            transient_bytes=max(self.loss_bytes(stage), prologue.working_bytes if stage == 0 else 0.0),
+            in_flight=flight,
+            put_off_s=2 * sum(self.step.weights_s(unit) for unit in self.end_units(stage)),
+        )
+
+    # --- what was chosen ----------------------------------------------------------------------------------------------
+
+    def recomputed_layers(self, solution: PipelineSolution, *modes: str) -> int:
+        """Layers of the model that run in one of the modes."""
+        return sum(
+            n for stage in solution.stages for i, chosen in enumerate(stage.modes)
+            for n, mode in zip(chosen, self.modes_of(i), strict=True) if mode in modes
+        )  # fmt: skip
+
+    def keeps_fastest(self, solution: PipelineSolution) -> bool:
+        """True if every layer runs in its fastest mode: more memory would change nothing."""
+        for i in range(len(self.classes)):
+            times = [sum(self.layer_parts(i, mode).values()) for mode in self.modes_of(i)]
+            slower = [k for k, t in enumerate(times) if t > min(times)]
+            if any(stage.modes[i][k] for stage in solution.stages for k in slower):
+                return False
+        return True
+
+    def executed_flops(self, solution: PipelineSolution) -> float:
+        """Of a step, on all devices; recomputed forwards by their share of a layer's seconds."""
+        total = 0.0
+        for s, stage in enumerate(solution.stages):
+            for i, chosen in enumerate(stage.modes):
+                price = self.classes[i].unit.price
+                for n, mode in zip(chosen, self.modes_of(i), strict=True):
+                    again = self.layer_parts(i, mode)["recompute"] / price.forward_s if price.forward_s else 0.0
+                    total += n * (price.forward_flops * (1 + again) + price.backward_flops)
+            total += sum(unit.price.forward_flops + unit.price.backward_flops for unit in self.end_units(s))
+        d = self.setting.degrees
+        return total * self.m * d.tp * d.dp * d.cp

@@ -1,0 +1,155 @@
+"""The best cut of layers into stages over a price table, by dynamic programming: exact, without a solver.
+
+    step = (m - 1/v) max_s T_s + (1/v) sum_s U_s + max_s tail_s
+
+For a bound B on T and one on the tails, the least sum of U is a shortest path over (stage, layers used). B sweeps over
+the distinct T from the smallest that lets a cut through, and the tail bound falls from the last cut's, until what is
+left cannot win. Entries of the table that are lower bounds are worked out when the best cut uses them; a cut of exact
+entries is optimal.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from autopar.cost_model.stage_table import Floats, Ints, StageTable
+
+__all__ = ["Cut", "best_cut", "least_sum_through", "step_seconds"]
+
+Cut = list[tuple[int, int]]
+"""Layers [i, j) of each stage."""
+
+
+def step_seconds(times: list[float], flows: list[float], tails: list[float], micro_batches: int, chunks: int) -> float:
+    """The closed form."""
+    return (micro_batches - 1 / chunks) * max(times) + sum(flows) / chunks + max(tails)
+
+
+def best_cut(table: StageTable, cutoff_s: float = np.inf) -> tuple[float, Cut | None]:
+    """(seconds, cut) of the best cut; (lower bound, None) once the bound passes the cutoff; inf if none fits."""
+    while True:
+        bound_s, cut = _sweep(table, cutoff_s)
+        if cut is None or bound_s > cutoff_s:
+            return bound_s, None
+        guessed = {table.number(i, j) for s, (i, j) in enumerate(cut) if not table.exact[s, table.number(i, j)]}
+        if not guessed:
+            return bound_s, cut
+        for number in guessed:
+            table.settle(number)
+
+
+def _sweep(table: StageTable, cutoff_s: float) -> tuple[float, Cut | None]:
+    """The best cut of the table as it stands."""
+    problem = table.problem
+    m, v = problem.micro_batches, problem.virtual_stages
+    stages = range(len(problem.stages))
+    times = table.times
+    if m > 1:  # a stage that alone is slower than the cutoff is in no cut of use
+        times = np.where((m - 1 / v) * times <= cutoff_s, times, np.inf)
+    flows = times - table.put_off_s
+    tails = np.stack([table.tails_of(s) for s in stages])
+    least_tail_s = float(np.where(np.isfinite(times), tails, np.inf).min(axis=1).max())
+    free_s, _ = _shortest(table, flows)
+    if not np.isfinite(free_s):
+        return (np.inf if np.array_equal(times, table.times) else cutoff_s * (1 + 1e-9)), None
+    best_s, best = np.inf, None
+    levels = _levels(table, times, flows)
+    for level in levels:
+        if (m - 1 / v) * level + free_s / v + least_tail_s >= best_s:
+            break
+        allowed, sum_s = times <= level, np.inf
+        while True:
+            sum_s, cut = _shortest(table, np.where(allowed, flows, np.inf))
+            if cut is None or (m - 1 / v) * levels[0] + sum_s / v + least_tail_s >= best_s:
+                break
+            picked = [table.number(i, j) for i, j in cut]
+            latest_s = max(float(tails[s, k]) for s, k in zip(stages, picked, strict=True))
+            value_s = (m - 1 / v) * max(float(times[s, k]) for s, k in zip(stages, picked, strict=True))
+            value_s += sum_s / v + latest_s
+            if value_s < best_s:
+                best_s, best = value_s, cut
+            allowed = allowed & (tails < latest_s)
+        if sum_s <= free_s * (1 + 1e-15) and np.array_equal(allowed, times <= level):
+            break
+    return best_s, best
+
+
+def _levels(table: StageTable, times: Floats, flows: Floats) -> Floats:
+    """Distinct stage times that can be the slowest of some cut, rising."""
+    levels = np.unique(times[np.isfinite(times)])
+    levels = levels[levels >= times.min(axis=1).max()]
+    low, high = 0, len(levels) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if np.isfinite(_reach(table, np.where(times <= levels[middle], flows, np.inf))[-1][-1]):
+            high = middle
+        else:
+            low = middle + 1
+    found: Floats = levels[low:]
+    return found
+
+
+def _shortest(table: StageTable, costs: Floats) -> tuple[float, Cut | None]:
+    """Least sum over all cuts of one entry a stage."""
+    reach = _reach(table, costs)
+    if not np.isfinite(reach[-1][-1]):
+        return np.inf, None
+    cut, j = [], len(reach[0]) - 1
+    for s in reversed(range(len(costs))):
+        starts, numbers = _runs_ending_at(table, j)
+        i = int(starts[int(np.argmin(reach[s][starts] + costs[s][numbers]))])
+        cut.append((i, j))
+        j = i
+    return float(reach[-1][-1]), cut[::-1]
+
+
+def _runs_ending_at(table: StageTable, j: int) -> tuple[Ints, Ints]:
+    if table.problem.is_uniform:
+        sizes = np.arange(len(table.counts)) + table.least
+        numbers = np.flatnonzero(sizes <= j)
+        return j - sizes[numbers], numbers
+    starts = np.flatnonzero(table.ids[:, j] >= 0)
+    return starts, table.ids[starts, j]
+
+
+def _reach(table: StageTable, costs: Floats) -> list[Floats]:
+    """[stages done][layers used]: least sum."""
+    total = len(table.problem.layers)
+    reach = [np.full(total + 1, np.inf)]
+    reach[0][0] = 0.0
+    for s in range(len(costs)):
+        reach.append(_advance(table, reach[-1], costs[s]))
+    return reach
+
+
+def _advance(table: StageTable, before: Floats, costs: Floats) -> Floats:
+    """One more stage, forwards."""
+    total = len(before) - 1
+    after = np.full(total + 1, np.inf)
+    if table.problem.is_uniform:
+        usable = np.flatnonzero(np.isfinite(costs))
+        for number in usable if len(usable) < total else range(len(costs)):
+            n = int(number) + table.least
+            np.minimum(after[n:], before[: total + 1 - n] + costs[number], out=after[n:])
+        return after
+    through = before[:, None] + np.where(table.ids >= 0, costs[table.ids], np.inf)
+    least: Floats = through.min(axis=0)
+    return least
+
+
+def least_sum_through(table: StageTable, costs: Floats) -> Floats:
+    """[stage, id]: least sum of a cut in which the stage has that entry."""
+    reach = _reach(table, costs)
+    total, stages = len(table.problem.layers), len(costs)
+    after = np.full(total + 1, np.inf)
+    after[total] = 0.0
+    through = np.full(costs.shape, np.inf)
+    for s in reversed(range(stages)):
+        before_stage = np.full(total + 1, np.inf)
+        for j in np.flatnonzero(np.isfinite(after)):
+            starts, numbers = _runs_ending_at(table, int(j))
+            ahead = costs[s][numbers] + after[j]
+            np.minimum.at(before_stage, starts, ahead)
+            np.minimum.at(through[s], numbers, reach[s][starts] + ahead)
+        after = before_stage
+    return through

@@ -1,0 +1,113 @@
+"""The space of the search: every pin is kept, and every plan is one that passes and runtime take."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from autopar.cost_model.candidates import enumerate_partitions, settings_of
+from autopar.cost_model.search import _Run, search
+from autopar.errors import AutoparError, SpecError
+from autopar.hardware import preset
+from autopar.ir import TracedModel
+from autopar.passes import apply, prepare
+from autopar.plan import Plan
+from autopar.runtime.limits import refuse_unbuilt
+from autopar.specs import Pins, TrainSpec
+from autopar.trace import trace
+from tests import models
+
+TRAIN = TrainSpec(global_batch=16, seq_len=16)
+
+
+@pytest.fixture(scope="module")
+def llama() -> TracedModel:
+    return prepare(trace(models.llama4kv_tiny(dtype=torch.float32), models.default_batch()))
+
+
+PINS = [
+    "cp=2 context_parallel=ring", "cp=2 context_parallel=all-gather", "cp=2 context_parallel=all-to-all tp=2",
+    "dp=4 zero=1", "dp=2 zero=2 tp=2", "dp=2 cp=2 zero=3", "pp=2 schedule=interleaved", "pp=2 virtual_stages=2 zero=1",
+    "pp=2 schedule=zero-bubble", "pp=4 schedule=zero-bubble checkpoint=full", "checkpoint=selective",
+    "checkpoint=selective-ops tp=2", "checkpoint=full checkpoint_segment=2 pp=2", "pp=2 schedule=gpipe dp=2",
+    "tp=2 sp=true cp=2", "pp=4 microbatch=2",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", PINS)
+def test_pins_are_kept_in_any_order_and_the_plan_runs(llama: TracedModel, text: str) -> None:
+    texts = text.split()
+    plan = search(llama, preset("local", 4), TRAIN, Pins.parse(texts)).plan
+    assert plan.dumps() == search(llama, preset("local", 4), TRAIN, Pins.parse(texts[::-1])).plan.dumps()
+    fields = {"dp": plan.degrees.dp, "cp": plan.degrees.cp, "tp": plan.degrees.tp, "pp": plan.degrees.pp,
+              "sp": str(plan.sequence_sharding).lower(), "microbatch": plan.micro_batch}  # fmt: skip
+    for pin in texts:
+        name, _, value = pin.partition("=")
+        if name == "checkpoint":
+            assert {plan.checkpoint_mode(s.path) for s in llama.layers} == {value}
+        else:
+            assert str(fields.get(name, getattr(plan, name, None))) == value
+    assert Plan.loads(plan.dumps()) == plan
+    refuse_unbuilt(plan, llama, apply(llama, plan))
+
+
+def test_every_setting_of_the_space_is_one_the_runtime_takes(llama: TracedModel) -> None:
+    """Not only the best: one plan of each kind of setting, as it would be written."""
+    run = _Run(llama, preset("local", 4), TRAIN, Pins())
+    seen = set()
+    for partition in run.partitions:
+        for setting in settings_of(partition, run.limits, run.pins):
+            kind = (setting.degrees, setting.schedule, setting.virtual_stages, setting.zero, setting.exchange)
+            if kind in seen or partition.sequence_sharding:
+                continue
+            seen.add(kind)
+            d = setting.degrees
+            texts = [f"dp={d.dp}", f"cp={d.cp}", f"tp={d.tp}", f"pp={d.pp}", f"microbatch={setting.micro_batch}",
+                     f"schedule={setting.schedule}", f"zero={setting.zero}", f"virtual_stages={setting.virtual_stages}",
+                     f"context_parallel={setting.exchange}"]  # fmt: skip
+            pins = Pins.parse(texts)
+            again = enumerate_partitions(4, 16, 16, run.limits, pins)
+            found = {s for p in again for s in settings_of(p, run.limits, pins) if not p.sequence_sharding}
+            assert setting in found
+    axes = [{getattr(k[0], axis) for k in seen} for axis in ("dp", "cp", "tp", "pp")]
+    assert all(len(sizes) > 1 for sizes in axes)
+    assert {k[1] for k in seen} == {"1f1b", "gpipe", "interleaved", "zero-bubble"}
+    assert {k[3] for k in seen} == {0, 1, 2, 3}
+    assert {k[4] for k in seen} == {"ring", "all-gather", "all-to-all"}
+
+
+@pytest.mark.parametrize("devices", [1, 3, 6, 12, 40])
+def test_device_counts_that_are_no_powers_of_two(llama: TracedModel, devices: int) -> None:
+    train = TrainSpec(global_batch=240, seq_len=16)
+    plan = search(llama, preset("local", devices), train).plan
+    assert plan.degrees.world_size == devices
+    refuse_unbuilt(plan, llama, apply(llama, plan))
+
+
+def test_thirty_layers_on_four_stages() -> None:
+    model = models.TinyGPT(layers=30).to(torch.float32)
+    traced = prepare(trace(model, models.default_batch()))
+    plan = search(traced, preset("local", 4), TRAIN, Pins(pp=4)).plan
+    sizes = [len(stage) for stage in plan.layer_paths()]
+    assert sum(sizes) == 30
+    assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize(
+    ("pins", "blamed"),
+    [
+        (Pins(pp=4, microbatch=8, schedule="1f1b"), "schedule"),
+        (Pins(pp=2, schedule="interleaved", virtual_stages=4), "virtual_stages"),
+        (Pins(pp=2, schedule="zero-bubble", zero=1), "zero"),
+        (Pins(cp=2, tp=2, context_parallel="all-to-all", sp=True, pp=4), "pp"),
+    ],
+)
+def test_the_pin_that_leaves_nothing_is_named(llama: TracedModel, pins: Pins, blamed: str) -> None:
+    with pytest.raises(AutoparError) as caught:
+        search(llama, preset("local", 4), TRAIN, pins)
+    assert blamed in str(caught.value)
+
+
+def test_a_sequence_that_cannot_be_cut_is_named(llama: TracedModel) -> None:
+    with pytest.raises(SpecError, match="4 equal parts.*cp one of 1, 7"):
+        search(llama, preset("local", 4), TrainSpec(global_batch=16, seq_len=14), Pins(cp=4))
