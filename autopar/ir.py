@@ -164,7 +164,8 @@ class StageGraph:
 
     Placeholders of `graph_module` are `receives` (boundary tensors, positional, in order), then `inputs` (model inputs,
     by keyword). It returns a tuple: `sends` in order, or on the last stage `outputs`. `parameters` and `buffers` are
-    keyed by attribute path in `graph_module`, whose tensors still are the user's global ones.
+    keyed by attribute path in `graph_module`, whose tensors still are the user's global ones. `unapplied`: overlaps of
+    the plan that could not be had, as (layer, name, reason), of all stages.
     """
 
     index: int
@@ -175,3 +176,4 @@ class StageGraph:
     outputs: tuple[str, ...]
     parameters: Mapping[str, ParameterShard]
     buffers: Mapping[str, str]
+    unapplied: tuple[tuple[str, str, str], ...] = ()

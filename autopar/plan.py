@@ -36,9 +36,19 @@ from autopar.plan_checks import (
     read_json,
 )
 
-__all__ = ["CHECKPOINT_MODES", "CONTEXT_PARALLEL", "SCHEDULES", "SCHEMA_VERSION", "Plan", "expand_path", "match_path"]
+__all__ = [
+    "CHECKPOINT_MODES",
+    "CONTEXT_PARALLEL",
+    "DEFAULT_OVERLAP",
+    "SCHEDULES",
+    "SCHEMA_VERSION",
+    "Plan",
+    "expand_path",
+    "match_path",
+]
 
 SCHEMA_VERSION = 1
+DEFAULT_OVERLAP = ("dp_reduce", "cp_ring", "zero3_gather")
 
 
 def _frozen(mapping: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -63,10 +73,12 @@ class Plan:
     checkpoint         layer path pattern -> one of CHECKPOINT_MODES; a layer not named is "none"
     checkpoint_segment consecutive "full" layers of a stage are recomputed together, that many at a time: only the
                        input of the first is kept
-    zero               ZeRO level over dp
+    zero               ZeRO level over dp x cp, the data ranks
+    zero_group         dp ranks that share one sharded copy (hybrid sharding), each with its cp peers; 0 means all
     context_parallel   how attention reads the keys of other cp ranks: one of CONTEXT_PARALLEL
     precision          "fp64", "fp32", "bf16" (pure) or "bf16-mixed" (fp32 master weights)
-    overlap            named overlaps that are switched on
+    overlap            named overlaps that are switched on, of plan_checks.OVERLAPS; the default are those that cost
+                       nothing and need no other kernels
     prediction         what the cost model expects, by part; see autopar.cost_model.search
     fingerprints       "model", "cluster", "train": what the plan was made for; empty in a hand-written plan
     solver             how it was found: solver, status, bound, gap, counts
@@ -85,9 +97,10 @@ class Plan:
     checkpoint: Mapping[str, str] = field(default_factory=dict)
     checkpoint_segment: int = 1
     zero: int = 0
+    zero_group: int = 0
     context_parallel: str = "ring"
     precision: str = "fp32"
-    overlap: tuple[str, ...] = ()
+    overlap: tuple[str, ...] = DEFAULT_OVERLAP
     prediction: Mapping[str, Any] = field(default_factory=dict)
     fingerprints: Mapping[str, str] = field(default_factory=dict)
     solver: Mapping[str, Any] = field(default_factory=dict)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CHECKPOINT_MODES",
     "CONTEXT_PARALLEL",
+    "OVERLAPS",
     "SCHEDULES",
     "check_fields",
     "check_types",
@@ -32,6 +33,7 @@ __all__ = [
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 CHECKPOINT_MODES = ("none", "selective", "selective-ops", "full")
 CONTEXT_PARALLEL = ("ring", "all-gather", "all-to-all")
+OVERLAPS = ("dp_reduce", "tp_linear", "tp_ring", "cp_ring", "zero3_gather", "pp_send")
 PRECISIONS = ("fp64", "fp32", "bf16", "fp16", "bf16-mixed")
 MOST_LAYERS = 100_000
 
@@ -63,7 +65,7 @@ def check_types(plan: Plan) -> None:
     """Before the fields are frozen: each is of its documented type. Raises SpecError naming the key."""
     if not isinstance(plan.degrees, Degrees):
         raise SpecError(f"must be Degrees, not {shown(plan.degrees)}", where="degrees")
-    for name in ("global_batch", "seq_len", "micro_batch", "virtual_stages", "checkpoint_segment"):
+    for name in _counts(plan):
         require_count(getattr(plan, name), name)
     _require_in("schedule", plan.schedule, SCHEDULES)
     _require_in("zero", plan.zero, (0, 1, 2, 3))
@@ -75,13 +77,19 @@ def check_types(plan: Plan) -> None:
         for entry in _list(stage, f"stages[{index}]", "module paths"):
             _require_layers(entry, f"stages[{index}]")
     for name in _list(plan.overlap, "overlap", "names"):
-        _require_text(name, "overlap")
+        _require_in("overlap", name, OVERLAPS)
     for key in ("parameters", "ops", "checkpoint", "fingerprints"):
         for name, value in _object(getattr(plan, key), key).items():
             _require_text(value, f"{key}[{name}]")
     for name, value in _object(plan.solver, "solver").items():
         _require_note(value, f"solver[{name}]", number=name == "bound" or name.endswith("_s"))
     _check_prediction(_object(plan.prediction, "prediction"))
+
+
+def _counts(plan: Plan) -> tuple[str, ...]:
+    """Fields that have to be positive integers; a zero_group may be 0."""
+    counts = ("global_batch", "seq_len", "micro_batch", "virtual_stages", "checkpoint_segment")
+    return counts if type(plan.zero_group) is int and plan.zero_group == 0 else (*counts, "zero_group")
 
 
 def check_fields(plan: Plan) -> None:
@@ -103,6 +111,7 @@ def check_fields(plan: Plan) -> None:
             where="micro_batch",
             try_=f"micro_batch one of {legal}" if legal else f"a global_batch that is a multiple of dp {dp}",
         )
+    _check_zero_group(plan)
     count = plan.degrees.pp * plan.virtual_stages
     if len(plan.stages) != count:
         raise SpecError(
@@ -111,6 +120,21 @@ def check_fields(plan: Plan) -> None:
     memory = plan.prediction.get("peak_memory_bytes")
     if memory is not None and len(memory) != count:
         raise SpecError(f"{len(memory)} entries for {count} stages", where="prediction.peak_memory_bytes")
+
+
+def _check_zero_group(plan: Plan) -> None:
+    dp, cp, group = plan.degrees.dp, plan.degrees.cp, plan.zero_group
+    if group == 0:
+        return
+    if plan.zero == 0:
+        raise SpecError("zero 0 shards nothing", where="zero_group", try_="zero 1, 2 or 3, or no zero_group")
+    legal = [size for size in divisors(dp) if size * cp > 1]
+    if group not in legal:
+        raise SpecError(
+            f"copies cannot be shared by {group} of {dp} dp ranks",
+            where="zero_group",
+            try_=f"one of {', '.join(map(str, legal))}" if legal else "0",
+        )
 
 
 def _check_prediction(prediction: Mapping[str, Any]) -> None:

@@ -24,6 +24,7 @@ from autopar.checks import (
 )
 from autopar.errors import SpecError
 from autopar.pins import Pins
+from autopar.plan_checks import OVERLAPS
 
 __all__ = ["ClusterSpec", "DeviceSpec", "LinkSpec", "Pins", "StackSpec", "TrainSpec"]
 
@@ -34,7 +35,6 @@ ATTENTION = ("flash", "cudnn", "sdpa", "triton", "unfused")
 ELEMENTWISE = ("te", "compiled", "jit", "eager")
 GRADIENT_DTYPES = ("same", "fp32")
 MOST_DEVICES = 2**20
-OVERLAPS = ("dp_reduce", "tp_linear", "tp_ring", "cp_ring", "zero3_gather")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import fx
 
 from autopar.cost_model.block_problem import NodeStrategy
+from autopar.cost_model.candidates import Setting
 from autopar.cost_model.evaluate import Evaluation
 from autopar.cost_model.pipeline_ilp import PipelineSolution
 from autopar.cost_model.propagation import propagate
@@ -18,6 +19,7 @@ from autopar.cost_model.strategy_table import Strategy, StrategyTable, strategy_
 from autopar.ir import Segment, TracedModel
 from autopar.placement import REPLICATE
 from autopar.plan import Plan
+from autopar.plan_checks import OVERLAPS
 
 __all__ = ["checkpoint_patterns", "chunk_runs", "layer_ranges", "parameter_patterns", "with_overrides", "write_plan"]
 
@@ -87,7 +89,6 @@ def write_plan(traced: TracedModel, best: Evaluation, price: SettingPrice, state
     setting = best.setting
     degrees, layout = setting.degrees, price.blocks.layout
     chunks = chunk_runs(best.pipeline.runs, setting.virtual_stages)
-    overlaps = "dp_reduce" in price.cluster.stack.overlap and degrees.dp * degrees.cp > 1
     plan = Plan(
         degrees=degrees,
         micro_batch=setting.micro_batch,
@@ -99,14 +100,30 @@ def write_plan(traced: TracedModel, best: Evaluation, price: SettingPrice, state
         checkpoint=checkpoint_patterns(traced, best.pipeline, price),
         checkpoint_segment=best.pipeline.segment,
         zero=setting.zero,
+        zero_group=setting.zero_group,
         context_parallel=setting.exchange,
-        overlap=("dp_reduce",) if overlaps else (),
+        overlap=_overlap(setting, price.cluster.stack.overlap),
         **stated,
     )
     if degrees.tp == 1:
         return plan
     tokens = plan.seq_len // degrees.cp
     return with_overrides(traced, plan, layout, strategy_table(traced, degrees.tp, tokens))
+
+
+def _overlap(setting: Setting, declared: Collection[str]) -> tuple[str, ...]:
+    """What the stack declares, and what costs nothing, as far as the setting has something to hide."""
+    d = setting.degrees
+    something = {
+        "dp_reduce": d.dp * d.cp > 1,
+        "cp_ring": d.cp > 1 and setting.exchange == "ring",
+        "zero3_gather": setting.zero == 3 and d.dp * d.cp > 1,
+        "tp_linear": d.tp > 1,
+        "tp_ring": d.tp > 1 and setting.sequence_sharding,
+        "pp_send": d.pp > 1 and setting.schedule == "1f1b",
+    }
+    wanted = {*declared, "cp_ring", "zero3_gather"}
+    return tuple(name for name in OVERLAPS if name in wanted and something[name])
 
 
 def chunk_runs(runs: Sequence[tuple[int, int]], chunks: int) -> list[tuple[int, int]]:

@@ -38,7 +38,7 @@ def context_parallel(traced: TracedModel, plan: Plan) -> fx.GraphModule:
     zigzag = uses_zigzag(graph_module.graph)
     for node in graph_module.graph.nodes:
         if node.target is torch.ops.aten.scaled_dot_product_attention.default:
-            _go_round_ranks(node, plan.context_parallel)
+            _go_round_ranks(node, plan)
     insert_collectives(graph_module, "cp", zigzag=zigzag)
     check_invariants(graph_module.graph, after="insert_collectives", axis="cp")
     localize_shapes(graph_module, ranks)
@@ -64,14 +64,16 @@ def _argument(node: fx.Node, position: int, name: str, default: Any) -> Any:
     return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
 
 
-def _go_round_ranks(node: fx.Node, kind: str) -> None:
+def _go_round_ranks(node: fx.Node, plan: Plan) -> None:
     """The kernel for cut keys, where that is the strategy."""
     wants = node.meta.get("wants", ())
     if not wants or wants[1] != Shard(2):
         return
     options = {"is_causal": bool(_argument(node, 5, "is_causal", False)), "scale": node.kwargs.get("scale")}
     node.target, node.args = context_attention, tuple(node.args[:3])
-    node.kwargs = {**options, "kind": kind, "group": "cp"}
+    node.kwargs = {**options, "kind": plan.context_parallel, "group": "cp"}
+    if "cp_ring" not in plan.overlap:
+        node.kwargs = {**node.kwargs, "overlap": False}
 
 
 def _rename_sizes(node: fx.Node, ranks: int, seq: sympy.Symbol) -> None:

@@ -2,7 +2,7 @@
 
 prepare (canonicalize, fold_masks)            once, before the search
 sum_loss > context_parallel > shard_parameters > insert_collectives > localize_shapes > native_gqa >
-seed_dropout > outline_blocks > checkpoint_blocks > split_stages
+overlap_collectives > seed_dropout > outline_blocks > checkpoint_blocks > split_stages
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from autopar.passes.invariants import check_invariants
 from autopar.passes.localize_shapes import localize_shapes
 from autopar.passes.native_gqa import native_gqa
 from autopar.passes.outline_blocks import outline_blocks
+from autopar.passes.overlap_collectives import overlap_collectives
 from autopar.passes.prepare import copy_graph
 from autopar.passes.rows_apart import check_rows_apart
 from autopar.passes.seed_dropout import seed_dropout
@@ -40,12 +41,13 @@ PASSES: tuple[tuple[str, Rewrite], ...] = (
     ("insert_collectives", lambda traced, plan: insert_collectives(traced.graph_module)),
     ("localize_shapes", lambda traced, plan: localize_shapes(traced.graph_module, plan.degrees.tp)),
     ("native_gqa", lambda traced, plan: native_gqa(traced.graph_module)),
+    ("overlap_collectives", overlap_collectives),
     ("outline_blocks", lambda traced, plan: outline_blocks(traced.graph_module, traced.segments)),
     ("checkpoint_blocks", lambda traced, plan: checkpoint_blocks(traced.graph_module, traced.segments, plan)),
 )
 """Rewrites of the whole graph; split_stages then maps it to a graph a stage."""
 
-_TENSOR_PARALLEL = ("shard_parameters", "insert_collectives", "localize_shapes")
+_TENSOR_PARALLEL = ("shard_parameters", "insert_collectives", "localize_shapes", "overlap_collectives")
 
 
 def apply(
@@ -83,7 +85,9 @@ def apply(
             after = format_graph(graph_module.graph)
             show(diff_graphs(before, after, name))
             before = after
-    return split_stages(graph_module, traced, plan, names)
+    unapplied = graph_module.meta.get("unapplied", ())
+    stages = split_stages(graph_module, traced, plan, names)
+    return tuple(replace(stage, unapplied=unapplied) for stage in stages)
 
 
 def _check(traced: TracedModel, plan: Plan) -> None:

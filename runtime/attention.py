@@ -25,8 +25,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from autopar.runtime.attention_block import block_backward, block_forward, merge
+from autopar.runtime.clock import waiting
 from autopar.runtime.collectives import resolve_group
 from autopar.runtime.sequence import from_zigzag, to_zigzag
+from autopar.runtime.streams import Hop
 from autopar.runtime.tape import KeptOutput
 
 __all__ = ["KINDS", "context_attention", "query_key_pairs"]
@@ -44,15 +46,16 @@ def context_attention(
     kind: str = "ring",
     group: str,
     kept: KeptOutput | None = None,
+    overlap: bool = True,
 ) -> Tensor:
     """Attention of this rank's queries [b, h, s/n, d] to the keys [b, g, s/n, d] of all ranks; result [b, h, s/n, d].
 
     Key/value heads may be fewer (h / g query heads share one); they travel as they are.
 
-    Causal sequences lie in zigzag order, others in their own. What `kept` holds is not computed again.
+    Causal sequences lie in zigzag order, others in their own. What `kept` holds is not computed again. `overlap`: hops
+    of the ring are under way while a block is computed; without it they come first, the same bits.
 
-    Raises ValueError for an unknown kind, or heads that
-    all-to-all cannot share out.
+    Raises ValueError for an unknown kind, or heads that all-to-all cannot share out.
     """
     process_group = resolve_group(group)
     if process_group.size() == 1:
@@ -63,7 +66,7 @@ def context_attention(
         return _all_to_all(q, k, v, is_causal, scale, process_group, kept)
     if kind not in KINDS:
         raise ValueError(f"{kind!r} is not one of {', '.join(KINDS)}")
-    result: Tensor = _OverRanks.apply(q, k, v, is_causal, scale, process_group, kind, kept)
+    result: Tensor = _OverRanks.apply(q, k, v, is_causal, scale, process_group, kind, kept, overlap)
     return result
 
 
@@ -142,11 +145,12 @@ class _OverRanks(torch.autograd.Function):
         group: dist.ProcessGroup,
         kind: str,
         kept: KeptOutput | None,
+        overlap: bool,
     ) -> Tensor:
         q, kv = q.contiguous(), torch.stack([k, v])
-        ctx.options, ctx.kind = (causal, scale, group), kind
+        ctx.options, ctx.kind = (causal, scale, group, overlap), kind
         run = _ring if kind == "ring" else _gathered
-        compute = lambda: run(q, kv, causal, scale, group)  # noqa: E731
+        compute = lambda: run(q, kv, *ctx.options)  # noqa: E731
         out, lse = kept.once(compute) if kept is not None else compute()
         ctx.save_for_backward(q, kv, out, lse)
         return out
@@ -156,15 +160,17 @@ class _OverRanks(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         run = _ring_gradients if ctx.kind == "ring" else _gathered_gradients
         dq, dkv = run(grad, *ctx.saved_tensors, *ctx.options)
-        return dq, dkv[0], dkv[1], None, None, None, None, None
+        return dq, dkv[0], dkv[1], None, None, None, None, None, None
 
 
-def _ring(q: Tensor, kv: Tensor, causal: bool, scale: float | None, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+def _ring(
+    q: Tensor, kv: Tensor, causal: bool, scale: float | None, group: dist.ProcessGroup, overlap: bool
+) -> tuple[Tensor, Tensor]:
     """(output in q's dtype, log-sum-exp) of the rows of `q`; `kv` [2, b, g, s/n, d] travels round the ring."""
     rank, ranks = group.rank(), group.size()
     result = _Accumulated(q)
     for step in range(ranks):
-        arriving = _Hop(kv, group) if step < ranks - 1 else None
+        arriving = Hop(kv, group, overlap) if step < ranks - 1 else None
         result.add(q, kv[0], kv[1], _parts(q, rank, (rank - step) % ranks, causal), scale)
         kv = arriving.wait() if arriving is not None else kv
     return result.out.to(q.dtype), result.lse
@@ -172,44 +178,25 @@ def _ring(q: Tensor, kv: Tensor, causal: bool, scale: float | None, group: dist.
 
 def _ring_gradients(
     grad: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor,
-    causal: bool, scale: float | None, group: dist.ProcessGroup,
+    causal: bool, scale: float | None, group: dist.ProcessGroup, overlap: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     rank, ranks = group.rank(), group.size()
     dq = torch.zeros_like(q)
-    travelling: _Hop | None = None  # the gradient of a block follows the block, one step behind
+    travelling: Hop | None = None  # the gradient of a block follows the block, one step behind
     for step in range(ranks):
-        arriving = _Hop(kv, group) if step < ranks - 1 else None
+        arriving = Hop(kv, group, overlap) if step < ranks - 1 else None
         where = _parts(q, rank, (rank - step) % ranks, causal)
         dkv = _block_gradients(grad, q, kv, out, lse, where, scale, dq)
         if travelling is not None:
             dkv += travelling.wait()
-        travelling = _Hop(dkv, group)
+        travelling = Hop(dkv, group, overlap)
         kv = arriving.wait() if arriving is not None else kv
     assert travelling is not None
     return dq, travelling.wait()
 
 
-class _Hop:
-    """A tensor on its way to the next rank of the ring, while the previous rank's comes in."""
-
-    def __init__(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
-        ranks = dist.get_process_group_ranks(group)
-        here = group.rank()
-        self._sent = tensor  # kept alive until the send is over
-        self._received = torch.empty_like(tensor)
-        send = dist.P2POp(dist.isend, tensor, ranks[(here + 1) % len(ranks)], group)
-        receive = dist.P2POp(dist.irecv, self._received, ranks[here - 1], group)
-        # Even ranks send first, odd ones receive first: no ring of blocking sends on any backend.
-        self._work = dist.batch_isend_irecv([send, receive] if here % 2 == 0 else [receive, send])
-
-    def wait(self) -> Tensor:
-        for work in self._work:
-            work.wait()
-        return self._received
-
-
 def _gathered(
-    q: Tensor, kv: Tensor, causal: bool, scale: float | None, group: dist.ProcessGroup
+    q: Tensor, kv: Tensor, causal: bool, scale: float | None, group: dist.ProcessGroup, overlap: bool
 ) -> tuple[Tensor, Tensor]:
     """As `_ring`, with all of K and V gathered at once."""
     blocks, result = _gather(kv, group), _Accumulated(q)
@@ -220,7 +207,7 @@ def _gathered(
 
 def _gathered_gradients(
     grad: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor,
-    causal: bool, scale: float | None, group: dist.ProcessGroup,
+    causal: bool, scale: float | None, group: dist.ProcessGroup, overlap: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     blocks, dq = _gather(kv, group), torch.zeros_like(q)
     shares = torch.empty_like(blocks)
@@ -228,13 +215,15 @@ def _gathered_gradients(
         where = _parts(q, group.rank(), source, causal)
         shares[source] = _block_gradients(grad, q, blocks[source], out, lse, where, scale, dq)
     dkv = torch.empty_like(kv)
-    dist.reduce_scatter_tensor(dkv.flatten(), shares.flatten(), group=group)
+    with waiting(group):
+        dist.reduce_scatter_tensor(dkv.flatten(), shares.flatten(), group=group)
     return dq, dkv
 
 
 def _gather(kv: Tensor, group: dist.ProcessGroup) -> Tensor:
     blocks = kv.new_empty((group.size(), *kv.shape))
-    dist.all_gather_into_tensor(blocks.flatten(), kv.contiguous().flatten(), group=group)  # gloo wants equal ranks
+    with waiting(group):
+        dist.all_gather_into_tensor(blocks.flatten(), kv.contiguous().flatten(), group=group)  # gloo wants equal ranks
     return blocks
 
 
@@ -279,6 +268,7 @@ def _exchange(x: Tensor, to_heads: bool, zigzag: bool, group: dist.ProcessGroup)
         x = to_zigzag(x, 2, ranks)
     outgoing = x.unflatten(cut, (ranks, -1)).movedim(cut, 0).contiguous()
     incoming = torch.empty_like(outgoing)
-    dist.all_to_all_single(incoming, outgoing, group=group)
+    with waiting(group):
+        dist.all_to_all_single(incoming, outgoing, group=group)
     result: Tensor = incoming.movedim(0, joined).flatten(joined, joined + 1)
     return (from_zigzag(result, 2, ranks) if to_heads and zigzag else result).contiguous()

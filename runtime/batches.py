@@ -6,6 +6,7 @@ last one without its targets.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -42,26 +43,53 @@ class BatchIntake:
             return signature.bind((), {str(key): batch[key] for key in batch.keys()})  # noqa: SIM118
         return signature.bind(batch if isinstance(batch, list | tuple) else (batch,), {})
 
-    def numbered(self, inputs: dict[str, Tensor], local: bool = False) -> dict[str, Tensor]:
-        """With the number of every row since training began, if dropout reads it."""
+    def numbered(self, inputs: dict[str, Tensor], every: Sequence[int] | None = None) -> dict[str, Tensor]:
+        """With the number of every row since training began, if dropout reads it; `every`: rows of each dp rank, if
+        these are one rank's own."""
         if all(spec.name != ROW_IDS for spec in self._traced.inputs):
             return inputs
-        rows = row_count([s for s in self._traced.inputs if s.name != ROW_IDS], inputs)
-        dp = self._world.size("dp") if local else 1
-        first = self._rows_seen + (self._world.position["dp"] * rows if local else 0)
-        self._rows_seen += rows * dp
+        rows = self._rows_of(inputs)
+        first = self._rows_seen + (0 if every is None else sum(every[: self._world.position["dp"]]))
+        self._rows_seen += rows if every is None else sum(every)
         return {**inputs, ROW_IDS: torch.arange(first, first + rows)}
+
+    def _rows_of(self, inputs: dict[str, Tensor]) -> int:
+        return row_count([s for s in self._traced.inputs if s.name != ROW_IDS], inputs)
+
+    def _every_ranks_rows(self, inputs: dict[str, Tensor]) -> list[int]:
+        """Rows each dp rank brings, so that all refuse alike. Collective."""
+        rows = torch.zeros(self._world.size("dp"), dtype=torch.int64, device=self._world.device)
+        rows[self._world.position["dp"]] = self._rows_of(inputs)
+        counts: list[int] = self._world.sum(rows, "dp").tolist()
+        return counts
+
+    def _refuse(self, every: list[int], local: bool) -> None:
+        """Raise SpecError, naming row counts that would do; nothing if the rows of this rank do."""
+        for rows in every:
+            count_micro_batches(rows, 1 if local else self._world.size("dp"), self._plan.micro_batch)
+        if local and self._plan.zero:
+            raise SpecError(
+                f"dp ranks bring {', '.join(map(str, every))} rows, and under ZeRO all run the same micro-batches",
+                where="batch",
+                try_=f"{max(every)} rows on every rank, or zero 0",
+            )
 
     def step_rows(self, batch: Any, local: bool) -> tuple[dict[str, Tensor], int]:
         """This rank's rows of a training batch on its device, and the micro-batches they make.
 
         Rows that do not divide are padded, unless each rank brings its own or the loss would see it: SpecError.
         """
-        inputs = self._padded_sequences(self.numbered(self.bind(batch), local))
-        unit = self._world.size("dp") * self._plan.micro_batch
-        rows = row_count(self._traced.inputs, inputs)
-        if rows % unit and rows and not local and self._hides_rows:
-            inputs = pad_rows(self._traced.inputs, inputs, unit, self._counter.fill)
+        inputs = self.bind(batch)
+        every = self._every_ranks_rows(inputs) if local else [self._rows_of(inputs)]
+        inputs = self._padded_sequences(self.numbered(inputs, every if local else None))
+        unit = self._plan.micro_batch if local else self._world.size("dp") * self._plan.micro_batch
+        # FSDP's ranks meet in every micro-batch: those who bring fewer rows run empty ones.
+        wanted = max(*every, unit) if local and self._plan.zero else unit
+        if any(rows % wanted or not rows for rows in every):
+            if all(every) and self._hides_rows and not any(local and rows % unit for rows in every):
+                inputs = pad_rows(self._traced.inputs, inputs, wanted, self._counter.fill)
+            else:
+                self._refuse(every, local)
         mine = self.own_rows(inputs, local)
         return mine, count_micro_batches(row_count(self._traced.inputs, mine), 1, self._plan.micro_batch)
 

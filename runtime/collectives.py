@@ -17,14 +17,27 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import distributed_c10d
 
 from autopar.placement import CONVERSIONS, Placement, parse_placement
+from autopar.runtime.clock import waiting
 from autopar.runtime.sequence import from_zigzag, to_zigzag
 from autopar.runtime.sharding import join_shards, local_slice, split_shards
+from autopar.runtime.streams import Pending
+
+Issued = tuple["dist.Work | None", Callable[[], Tensor]]
 
 # torch 2.13 renamed both and warns about the old names. Flat views below: gloo wants input and output of equal rank.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-__all__ = ["bind", "convert", "resolve_group", "run_collective", "widened"]
+__all__ = [
+    "all_gather_single",
+    "bind",
+    "convert",
+    "reduce_scatter_single",
+    "resolve_group",
+    "run_collective",
+    "start_collective",
+    "widened",
+]
 
 
 def convert(x: Tensor, src: str, dst: str, *, group: str, zigzag: bool = False, wide: bool = False) -> Tensor:
@@ -85,10 +98,21 @@ def run_collective(
         return run_collective(name, widened(x), src, dst, group, zigzag).to(x.dtype)
     if zigzag and dst.is_shard and name in ("slice", "reduce_scatter"):
         x = to_zigzag(x, dst.dim, group.size())
-    result = _COLLECTIVES[name](x, src, dst, group)
+    if name in _COMMUNICATE:
+        with waiting(group):
+            result = _COLLECTIVES[name](x, src, dst, group)
+    else:
+        result = _COLLECTIVES[name](x, src, dst, group)
     if zigzag and src.is_shard and name in ("all_gather", "pad"):
         result = from_zigzag(result, src.dim, group.size())
     return result
+
+
+def start_collective(
+    name: str, x: Tensor, src: Placement, dst: Placement, group: dist.ProcessGroup, *, wide: bool = False
+) -> Pending:
+    """`run_collective` begun: an all_reduce or a reduce_scatter whose result `wait` returns. The same bits."""
+    return Pending(lambda: _ISSUED[name](widened(x) if wide else x, dst, group, x.dtype), (x,), group)
 
 
 def widened(x: Tensor) -> Tensor:
@@ -121,7 +145,8 @@ def _bind_graph(graph: fx.Graph, groups: Mapping[str, str], wide: Collection[str
         named = {k: v for k, v in node.kwargs.items() if k in ("group", "cuts")} if node.op == "call_function" else {}
         bound = fx.node.map_aggregate(named, lambda a: groups.get(a, a) if isinstance(a, str) else a)
         if bound != named:
-            converts = node.target is convert or convert.__name__ in node.args[:2]  # itself, or kept on a tape
+            # itself, kept on a tape, or fused with a linear
+            converts = node.target is convert or convert.__name__ in node.args[:2] or "wide" in node.kwargs
             if converts and named.get("group") in wide:
                 bound = {**bound, "wide": True}
             node.kwargs = {**node.kwargs, **bound}
@@ -150,23 +175,37 @@ def _keep_first(x: Tensor, src: Placement, dst: Placement, group: dist.ProcessGr
 
 
 def _all_reduce(x: Tensor, src: Placement, dst: Placement, group: dist.ProcessGroup) -> Tensor:
+    return _finished(_issue_all_reduce(x, dst, group, x.dtype))
+
+
+def _issue_all_reduce(x: Tensor, dst: Placement, group: dist.ProcessGroup, dtype: torch.dtype) -> Issued:
     total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
-    return total
+    return dist.all_reduce(total, group=group, async_op=True), lambda: total.to(dtype)
 
 
 def _all_gather(x: Tensor, src: Placement, dst: Placement, group: dist.ProcessGroup) -> Tensor:
     x = x.contiguous()
     stacked = x.new_empty((group.size(), *x.shape))
-    _all_gather_single(stacked.view(-1), x.view(-1), group=group)
+    all_gather_single(stacked.view(-1), x.view(-1), group=group)
     return join_shards(stacked, src)
 
 
 def _reduce_scatter(x: Tensor, src: Placement, dst: Placement, group: dist.ProcessGroup) -> Tensor:
+    return _finished(_issue_reduce_scatter(x, dst, group, x.dtype))
+
+
+def _issue_reduce_scatter(x: Tensor, dst: Placement, group: dist.ProcessGroup, dtype: torch.dtype) -> Issued:
     parts = split_shards(x, dst, group.size())
     mine = parts.new_empty(parts.shape[1:])
-    _reduce_scatter_single(mine.view(-1), parts.view(-1), group=group)
-    return mine
+    work = reduce_scatter_single(mine.view(-1), parts.view(-1), group=group, async_op=True)
+    return work, lambda: mine.to(dtype)
+
+
+def _finished(issued: Issued) -> Tensor:
+    work, finish = issued
+    if work is not None:
+        work.wait()
+    return finish()
 
 
 def _all_to_all(x: Tensor, src: Placement, dst: Placement, group: dist.ProcessGroup) -> Tensor:
@@ -180,6 +219,8 @@ def _all_to_all(x: Tensor, src: Placement, dst: Placement, group: dist.ProcessGr
     return join_shards(incoming, src)
 
 
+_COMMUNICATE = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+_ISSUED = {"all_reduce": _issue_all_reduce, "reduce_scatter": _issue_reduce_scatter}
 _COLLECTIVES: dict[str, Callable[[Tensor, Placement, Placement, dist.ProcessGroup], Tensor]] = {
     "none": _none,
     "slice": _slice,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,13 +22,17 @@ from autopar.runtime.batches import BatchIntake
 from autopar.runtime.grad_norm import GradientNorm
 from autopar.runtime.judge import StepJudge
 from autopar.runtime.limits import check_axes, refuse_unbuilt
+from autopar.runtime.monitor import Monitor
+from autopar.runtime.observation import Observation
 from autopar.runtime.optimizer import check_patterns, new_optimizer, refuse_stale_optimizers
 from autopar.runtime.outputs import WholeForward
+from autopar.runtime.overlap import AppliedOverlap
 from autopar.runtime.pipeline import LocalStage, PipelineRunner
 from autopar.runtime.reductions import gradient_reducer
 from autopar.runtime.rows import cut_rows
 from autopar.runtime.stage import localize, set_training
 from autopar.runtime.state import LocalState
+from autopar.runtime.step_trace import StepTrace
 from autopar.runtime.tokens import TokenCounter
 from autopar.runtime.world import World
 from autopar.runtime.zero import ShardedStage, shard_stage
@@ -43,6 +48,7 @@ class ParallelModule(nn.Module):
     whole        builds the graph with all the user's outputs, for `pm(**batch)`; None under pipeline parallelism
     report       renders what was planned and why
     bucket_bytes, overlap    how data-parallel gradients are reduced: together in buckets, under backward or after it
+                 (default: as the plan's `overlap` says)
     fp32_reduce  mesh axes over which 16-bit sums are taken in fp32; the default is the tensors' own dtype (gradients of
                  fp32 masters are fp32 anyway). "dp" stands for all sums of parameter gradients
     non_finite   what a step does about gradients that are not finite: "keep" does not look; "skip" drops them, so that
@@ -61,7 +67,7 @@ class ParallelModule(nn.Module):
         device: torch.device,
         report: Callable[[], str] | None = None,
         bucket_bytes: int = 25 * 2**20,
-        overlap: bool = True,
+        overlap: bool | None = None,
         fp32_reduce: Collection[str] = (),
         non_finite: str = "keep",
         seed: int = 0,
@@ -74,7 +80,8 @@ class ParallelModule(nn.Module):
             refuse_stale_optimizers(model)
         self._state = LocalState(model, stages, self.world, plan, seed)
         self._wide = check_axes(fp32_reduce)
-        self.notices = [*traced.notices, *self._state.notices]
+        self._overlap = AppliedOverlap(plan, stages[0].unapplied)
+        self.notices = [*traced.notices, *self._state.notices, *self._overlap.warn()]
         self._report = report
         # Kept in tuples: nn.Module would list the parameters of a child module under paths of its graph.
         self._graphs: tuple[nn.Module, ...] = tuple(self._local_stage(stage) for stage in self._state.own_stages)
@@ -84,11 +91,16 @@ class ParallelModule(nn.Module):
         self._tokens = torch.ones((), device=device)
         self._intake = BatchIntake(traced, plan, self.world, self._counter)
         self._reducer = gradient_reducer(
-            self._state, self.world, bucket_bytes=bucket_bytes, overlap=overlap, wide="dp" in self._wide
+            self._state,
+            self.world,
+            bucket_bytes=bucket_bytes,
+            overlap="dp_reduce" in plan.overlap if overlap is None else overlap,
+            wide="dp" in self._wide,
         )
         self._norm = GradientNorm(self._state, self.world)
         self._judge = StepJudge(plan, non_finite, self._norm, self._state, device)
         self._pipeline = self._new_pipeline()
+        self._observed = Observation(plan, self.world, self._graphs)
 
     def step(self, batch: Any, *, local: bool = False) -> Tensor:
         """Forward and backward of one global batch; afterwards gradients are complete. Returns the loss, 0-d and the
@@ -103,6 +115,10 @@ class ParallelModule(nn.Module):
             raise AutoparError(
                 "the model returns no loss", where="step", try_="pass labels in the example, or loss_fn to parallelize"
             )
+        return self._observed.step(lambda: self._step(batch, local))
+
+    def _step(self, batch: Any, local: bool) -> tuple[Tensor, int]:
+        """The loss, and the tokens of all dp ranks (as many as this one's, each)."""
         inputs, micro_batches = self._intake.step_rows(batch, local)
         self._tokens = self._counter.total(inputs)
         self._state.copies.follow()
@@ -118,7 +134,9 @@ class ParallelModule(nn.Module):
         self._reducer.finish(self._judge if self._judge.looks else None)
         self.notices += self._judge.new_notices()
         loss = self._agreed_loss(losses)
-        return loss if scale is None else loss / scale
+        sizes = (inputs[s.name].shape for s in self.traced.inputs if s.seq_dim is not None and s.batch_dim is not None)
+        tokens = next((size[0] * size[1] for size in sizes), 0) * self.world.size("dp")
+        return loss if scale is None else loss / scale, tokens
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The user's outputs for the global batch, in the user's type, whole on every rank; see runtime/outputs.py.
@@ -139,12 +157,34 @@ class ParallelModule(nn.Module):
         """`cls` over this rank's trainable parameters; a torch optimizer, which learning-rate schedulers take.
 
         groups: options of their own by pattern of the original name, `{"*.bias": {"weight_decay": 0.0}}`.
-        The parameters are slices: exact for optimizers that work element by element (SGD, Adam, AdamW); those known to
-        need whole tensors are refused with SpecError where the plan cuts them.
+        cls may be any factory that takes a list of groups. The parameters are slices: one that does not work element by
+        element is found out by a few steps on tiny tensors, and refused with SpecError where the plan cuts what it
+        reads.
         """
         check_patterns(groups or {}, list(self.traced.parameters))
-        sliced = self.plan.degrees.tp > 1 or self.plan.zero > 0
-        return new_optimizer(cls, self._state.named_parameters(), groups or {}, options, sliced=sliced)
+        made = new_optimizer(
+            cls,
+            self._state.named_parameters(),
+            groups or {},
+            options,
+            sliced=self.plan.degrees.tp > 1 or (self.plan.zero > 0 and self.world.data_mesh is not None),
+            staged=self.plan.degrees.pp > 1,
+            device=self.world.device,
+        )
+        self._observed.add_optimizer(made)
+        return made
+
+    def monitor(self, path: str | Path | None = None, **options: Any) -> Monitor:
+        """Measure every step from now on: time by part and rank, stragglers, memory; see runtime/monitor.py.
+
+        path: a file of JSON lines; rank 0 writes a record every `every` (10) steps. options: every, tensorboard (a
+        folder), memory_limit (bytes; default: the device's). Collective; `close` it, or use it as a context.
+        """
+        return self._observed.monitor(path, options)
+
+    def trace(self, path: str | Path | None = None) -> StepTrace:
+        """Context whose steps are traced: a Chrome trace a rank, and what communication was hidden, as `summary`."""
+        return self._observed.trace(path)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """What `torch.nn.utils.clip_grad_norm_` does to a plain model. Collective.
@@ -157,8 +197,9 @@ class ParallelModule(nn.Module):
         return self._norm.clip(max_norm, norm_type, error_if_nonfinite)
 
     def report(self) -> str:
-        """What was chosen, why, what it beat and what it will cost, as text."""
-        return self.plan.dumps() if self._report is None else self._report()
+        """What was chosen, why, what it beat and what it will cost, as text; which overlaps are applied where."""
+        text = self.plan.dumps() if self._report is None else self._report()
+        return f"{text}\n{self._overlap.text()}\n" if self.plan.overlap else text
 
     def differing_copies(self) -> list[str]:
         """Parameters that should be the same to the bit on several ranks and are not; the same answer on every rank of
@@ -274,6 +315,7 @@ class ParallelModule(nn.Module):
             device=self.world.device,
             group=group,
             loss=self._scaled_loss,
+            overlap_sends="pp_send" in self.plan.overlap,
         )
 
 

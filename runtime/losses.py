@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from autopar.runtime.clock import waiting
 from autopar.runtime.collectives import resolve_group
 
 __all__ = [
@@ -85,7 +86,9 @@ def vocab_parallel_cross_entropy_loss(
     total = vocab_parallel_cross_entropy_sum(
         logits, target, ignore_index=ignore_index, label_smoothing=label_smoothing, group=group
     )
-    return total / (target != ignore_index).sum()
+    count = (target != ignore_index).sum()
+    # Not total / 0: its gradient would be NaN where that of torch is zero.
+    return torch.where(count > 0, total / count.clamp(min=1), float("nan"))
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
@@ -107,7 +110,8 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         local = local.masked_fill(~owned, 0)
 
         peak = x.amax(-1)
-        dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
+        with waiting(group):
+            dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
         shifted = x - peak.unsqueeze(-1)
         at_target = shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(~owned, 0.0)
         exponentials = shifted.exp()
@@ -115,7 +119,8 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         if smoothing:
             sums.append(shifted.sum(-1))
         totals = torch.stack(sums)
-        dist.all_reduce(totals, group=group)
+        with waiting(group):
+            dist.all_reduce(totals, group=group)
         per_token = totals[0].log() - (1.0 - smoothing) * totals[1]
         if smoothing:
             per_token = per_token - smoothing * totals[2] / vocab

@@ -12,11 +12,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError, SpecError, nearest
+from autopar.runtime.optimizer_probe import reads_across
 
 __all__ = ["check_patterns", "new_optimizer", "refuse_stale_optimizers"]
-
-# They read whole tensors (row and column means, orthogonal updates, dot products), of which a rank may hold a slice.
-_WHOLE_TENSOR = ("Adafactor", "Muon", "Shampoo", "LBFGS", "SOAP")
 
 
 def new_optimizer(
@@ -26,20 +24,16 @@ def new_optimizer(
     options: Mapping[str, Any],
     *,
     sliced: bool,
+    staged: bool,
+    device: torch.device,
 ) -> torch.optim.Optimizer:
     """`cls` over the trainable `parameters`; `groups` maps name patterns (`*.bias`) to a group's own options.
 
     The first pattern that matches holds. A rank whose slice of the model has no parameter of a group gets the group
-    empty, so that all ranks have the same groups. `sliced`: parameters may be parts of tensors.
-    Raises SpecError for a pattern that matches nothing anywhere or an optimizer that needs whole tensors.
+    empty, so that all ranks have the same groups. `sliced`: parameters may be parts of tensors; `staged`: some of them
+    are on other ranks. Raises SpecError for an optimizer that could not be exact then.
     """
-    name = getattr(cls, "__name__", "")
-    if sliced and name in _WHOLE_TENSOR:
-        raise SpecError(
-            f"{name} reads whole tensors, and this plan cuts them",
-            where="optimizer",
-            try_="one that works element by element (AdamW, SGD), or a plan with tp 1 and zero 0",
-        )
+    _refuse_inexact(cls, options, sliced, staged, device)
     trained = [(n, p) for n, p in parameters if p.requires_grad]
     members: dict[str | None, list[nn.Parameter]] = {pattern: [] for pattern in groups}
     members[None] = []
@@ -50,6 +44,29 @@ def new_optimizer(
         chosen = {} if pattern is None else dict(groups[pattern])
         listed += [{"params": part, **chosen} for part in _by_kind(own)]
     return cls(listed, **options)
+
+
+def _refuse_inexact(
+    cls: Callable[..., torch.optim.Optimizer],
+    options: Mapping[str, Any],
+    sliced: bool,
+    staged: bool,
+    device: torch.device,
+) -> None:
+    across = reads_across(cls, options, device) if sliced or staged else None
+    name = getattr(cls, "__name__", "this optimizer")
+    if across == "tensors" and sliced:
+        raise SpecError(
+            f"{name} reads whole tensors, and this plan cuts them",
+            where="optimizer",
+            try_="one that works element by element (AdamW, SGD), or a plan with tp 1 and zero 0",
+        )
+    if across == "parameters":
+        raise SpecError(
+            f"{name} reads all parameters together, and ranks hold some of them",
+            where="optimizer",
+            try_="one that works element by element (AdamW, SGD), or a plan with tp 1, pp 1 and zero 0",
+        )
 
 
 def check_patterns(groups: Mapping[str, Any], names: list[str]) -> None:

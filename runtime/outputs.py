@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor, Partial
 from torch.func import functional_call
@@ -56,7 +57,9 @@ class WholeForward:
             return value
         if i == self._traced.loss:
             share = self._tokens.share(inputs).to(value.dtype)
-            return convert(value * share, "P", "R", group=group.group_name)
+            # Rows none of which has a target have no mean, and nothing to add to that of the others.
+            mine = torch.where(share == 0, 0.0, value * share)
+            return convert(mine, "P", "R", group=group.group_name)
         dim = self._batch_dims[i]
         if dim is None:
             raise AutoparError(
@@ -73,7 +76,7 @@ def _gathered(module: nn.Module) -> dict[str, Tensor]:
     All of them at once: a step moves them layer by layer.
     """
     return {
-        name: p.full_tensor(grad_placements=[Partial()])
+        name: p.full_tensor(grad_placements=[Partial()] * p.device_mesh.ndim)
         for name, p in module.named_parameters()
         if isinstance(p, DTensor)
     }

@@ -12,10 +12,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
-from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
+from torch.distributed.pipelining.schedules import (
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    _Action,
+    _ComputationType,
+    _PipelineScheduleRuntime,
+)
 
 from autopar.errors import SpecError
 from autopar.ir import InputSpec
+from autopar.runtime.clock import attached
 
 __all__ = ["LocalStage", "PipelineRunner", "check_micro_batches"]
 
@@ -81,6 +88,54 @@ class _Body(nn.Module):
         return sent[0] if len(sent) == 1 else sent
 
 
+class _MeasuredStage(PipelineStage):
+    """Takes its compute off the time of the schedule, so that waiting is left, if a clock is attached."""
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        return _off_the_clock(super().forward_one_chunk, args, kwargs)
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        return _off_the_clock(super().backward_one_chunk, args, kwargs)
+
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        return _off_the_clock(super().backward_weight_one_chunk, args, kwargs)
+
+
+def _off_the_clock(compute: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    clock = attached()
+    if clock is None:
+        return compute(*args, **kwargs)
+    start = clock.mark()
+    result = compute(*args, **kwargs)
+    clock.add_since("bubble", start, sign=-1)
+    return result
+
+
+class _Overlapped1F1B(_PipelineScheduleRuntime):
+    """1F1B whose receives are posted when their sends are, not when they are needed: messages pass under compute.
+
+    The same forwards and backwards in the same order on each rank as Schedule1F1B, so the same bits. Any number of
+    micro-batches.
+    """
+
+    def __init__(self, stages: list[Any], micro_batches: int, ranks: int, **options: Any) -> None:
+        super().__init__(stages, micro_batches, **options)
+        self.pipeline_order = {rank: _order_1f1b(rank, ranks, micro_batches) for rank in range(ranks)}
+        self._prepare_schedule_with_comms(self.pipeline_order)
+
+
+def _order_1f1b(stage: int, stages: int, micro_batches: int) -> list[_Action | None]:
+    """Forwards until the last stage's first backward is due here, then one backward, one forward."""
+    ahead = min(micro_batches, stages - stage)
+    forward, backward = _ComputationType.FORWARD, _ComputationType.FULL_BACKWARD
+    order: list[_Action | None] = [_Action(stage, forward, i) for i in range(ahead)]
+    for i in range(micro_batches):
+        order.append(_Action(stage, backward, i))
+        if ahead + i < micro_batches:
+            order.append(_Action(stage, forward, ahead + i))
+    return order
+
+
 class PipelineRunner:
     """Runs the micro-batches of a step through this rank's `stages`, of `count` in all.
 
@@ -97,12 +152,13 @@ class PipelineRunner:
         device: torch.device,
         group: dist.ProcessGroup,
         loss: Callable[[Tensor], Tensor],
+        overlap_sends: bool = False,
     ) -> None:
         used = {name for stage in stages for name in stage.inputs}
         self._inputs = tuple(spec for spec in inputs if spec.name in used)
         self._stages = tuple(stages)
         self._bodies = tuple(_Body(stage, [spec.name for spec in self._inputs]) for stage in stages)
-        self._count, self._schedule = count, schedule
+        self._count, self._schedule, self._overlap_sends = count, schedule, overlap_sends
         self._device, self._group, self._loss = device, group, loss
         self._schedules: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
 
@@ -121,7 +177,11 @@ class PipelineRunner:
         last = self._stages[-1].index == self._count - 1
         # The schedule wants a target to cut; the loss is in the graph and needs none.
         arguments: dict[str, Any] = {"target": torch.zeros(micro_batches), "losses": losses} if last else {}
-        self._schedule_for(batch, micro_batches).step(**arguments, **cut, return_outputs=False)
+        schedule, clock = self._schedule_for(batch, micro_batches), attached()
+        start = None if clock is None else clock.mark()
+        schedule.step(**arguments, **cut, return_outputs=False)
+        if clock is not None and start is not None:
+            clock.add_since("bubble", start)  # less what _MeasuredStage takes off
         return [loss.detach() for loss in losses]
 
     def _schedule_for(self, batch: Mapping[str, Tensor], micro_batches: int) -> Any:
@@ -137,7 +197,7 @@ class PipelineRunner:
 
     def _new_schedule(self, micro_batches: int) -> Any:
         stages: list[Any] = [
-            PipelineStage(body, stage.index, self._count, self._device, group=self._group)
+            _MeasuredStage(body, stage.index, self._count, self._device, group=self._group)
             for body, stage in zip(self._bodies, self._stages, strict=True)
         ]
         chunks = {
@@ -150,6 +210,8 @@ class PipelineRunner:
         }
         if self._schedule in _LOOPED:
             return _LOOPED[self._schedule](stages, micro_batches, **options)
+        if self._schedule == "1f1b" and self._overlap_sends:
+            return _Overlapped1F1B(stages, micro_batches, self._group.size(), **options)
         # With fewer micro-batches than stages 1F1B never reaches its steady state: it is GPipe, and torch refuses it.
         gpipe = self._schedule == "gpipe" or micro_batches < self._count
         return (ScheduleGPipe if gpipe else Schedule1F1B)(stages[0], micro_batches, **options)

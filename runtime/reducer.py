@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from autopar.runtime.clock import waiting
 from autopar.runtime.collectives import widened
 from autopar.runtime.sharding import local_part
 
@@ -133,7 +134,8 @@ class GradientReducer:
         ):  # silent last time, not this time: its bucket left without it
             self._send(bucket)
         for flight in self._sent:
-            flight.work.wait()
+            with waiting(self._group_of[flight.members[0]]):
+                flight.work.wait()
             _scatter(flight.flat, flight.members)
         self._sent = []
         self._silent = {p for p in self._bucket_of if p.grad is None}
@@ -193,10 +195,11 @@ def sum_gradients(group_sum: GroupSum, wide: bool = False) -> None:
         flat = torch.cat([local_part(p.grad).flatten() for p in bucket if p.grad is not None])
         if wide:
             flat = widened(flat)
-        if len(group_sum.ranks) == group_sum.group.size():
-            dist.all_reduce(flat, group=group_sum.group)
-        else:
-            flat = _exchange(flat, group_sum)
+        with waiting(group_sum.group):
+            if len(group_sum.ranks) == group_sum.group.size():
+                dist.all_reduce(flat, group=group_sum.group)
+            else:
+                flat = _exchange(flat, group_sum)
         _scatter(flat, bucket)
 
 

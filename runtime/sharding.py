@@ -5,12 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autopar.placement import Placement
 
-__all__ = ["assemble", "copy_whole", "join_shards", "local_part", "local_shape", "local_slice", "split_shards"]
+__all__ = [
+    "assemble",
+    "copies_group",
+    "copy_whole",
+    "join_shards",
+    "local_part",
+    "local_shape",
+    "local_slice",
+    "split_shards",
+]
 
 
 def local_shape(shape: Sequence[int], placement: Placement, n: int) -> tuple[int, ...]:
@@ -26,12 +36,20 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def copies_group(tensor: Tensor) -> dist.ProcessGroup | None:
+    """The ranks that hold copies of this rank's part of a sharded tensor, None if there are none (hybrid sharding)."""
+    if not isinstance(tensor, DTensor) or tensor.device_mesh.ndim == 1:
+        return None
+    return tensor.device_mesh.get_group(0)
+
+
 def copy_whole(target: Tensor, whole: Tensor) -> None:
     """Copy into `target` its part of `whole`: all of it, unless `target` is sharded over data-parallel ranks."""
     if not isinstance(target, DTensor):
         target.copy_(whole)
         return
-    chunks, index = whole.chunk(target.device_mesh.size(), 0), target.device_mesh.get_local_rank()
+    mesh, shards = target.device_mesh, target.device_mesh.ndim - 1  # the last axis shards, one before it holds copies
+    chunks, index = whole.chunk(mesh.size(shards), 0), mesh.get_local_rank(shards)
     if index < len(chunks):  # the last ranks of a short dim hold nothing
         target.to_local().copy_(chunks[index])
 

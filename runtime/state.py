@@ -18,7 +18,7 @@ from autopar.ir import ParameterShard, StageGraph
 from autopar.plan import Plan
 from autopar.runtime.initial_weights import InitialWeights
 from autopar.runtime.precision import ComputeCopies
-from autopar.runtime.sharding import copy_whole, join_shards, local_part, local_slice
+from autopar.runtime.sharding import copies_group, copy_whole, join_shards, local_part, local_slice
 from autopar.runtime.world import World
 
 __all__ = ["LocalState"]
@@ -99,7 +99,11 @@ class LocalState:
         """Whether this rank's part of a parameter is the one of its equal copies that global sums count."""
         position, shard = self._world.position, self.shards[name]
         first = {axis: position[axis] == 0 for axis in ("dp", "cp", "tp")}
-        data = isinstance(self.parameters[name], DTensor) or (first["dp"] and first["cp"])
+        parameter = self.parameters[name]
+        copies = copies_group(parameter)
+        data = copies is None or copies.rank() == 0
+        if not isinstance(parameter, DTensor):
+            data = first["dp"] and first["cp"]
         return data and (first["tp"] or shard.placement.is_shard) and self.holders(name)[0] == position["pp"]
 
     def gather(self, local: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
@@ -150,11 +154,13 @@ class LocalState:
             parameter = self.parameters[name]
             own = local_part(parameter.detach())
             different = torch.zeros((), dtype=torch.int32, device=self._world.device)
-            copied = () if isinstance(parameter, DTensor) else ("dp", "cp")
-            for axis in copied if shard.placement.is_shard else (*copied, "tp"):
-                first = own.clone(memory_format=torch.contiguous_format)
-                self._world.broadcast(first, axis, 0)
-                different = different | (first != own).any().to(torch.int32)
+            axes = () if isinstance(parameter, DTensor) else ("dp", "cp")
+            copied = [self._world.group(a) for a in (axes if shard.placement.is_shard else (*axes, "tp"))]
+            for group in (*copied, copies_group(parameter)):
+                if group is not None:
+                    first = own.clone(memory_format=torch.contiguous_format)
+                    dist.broadcast(first, group=group, group_src=0)
+                    different = different | (first != own).any().to(torch.int32)
             for axis in ("dp", "cp", "tp"):
                 different = self._world.sum(different, axis)
             if different.item():

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from autopar.errors import PlanMismatchError
 from autopar.mesh import AXES, Degrees
 from autopar.plan import Plan
+from autopar.runtime.clock import waiting
 
 __all__ = ["World"]
 
@@ -22,6 +23,7 @@ class World:
     """
 
     _data: DeviceMesh | None = None
+    _hybrid: DeviceMesh | None = None
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
         self.degrees: Degrees = plan.degrees
@@ -67,6 +69,20 @@ class World:
             self._data = self.mesh["dp", "cp"]._flatten("data")
         return self._data
 
+    def shard_mesh(self, group: int) -> DeviceMesh:
+        """The mesh ZeRO shards over: all data ranks, or (copies, shards) if only `group` dp ranks, with their cp peers,
+        share a copy. Collective the first time.
+        """
+        data, size = self.data_mesh, group * self.size("cp")
+        assert data is not None
+        if size in (0, data.size()):
+            return data
+        if self._hybrid is None:
+            sizes = (self.size("pp"), data.size() // size, size, self.size("tp"))
+            whole = init_device_mesh(self.device.type, sizes, mesh_dim_names=("pp", "copies", "shards", "tp"))
+            self._hybrid = whole["copies", "shards"]
+        return self._hybrid
+
     def data_group(self, over_cp: bool) -> dist.ProcessGroup | None:
         """This rank's peers over dp, and over cp too if asked for; None if there are none."""
         if not over_cp or self.size("cp") == 1:
@@ -80,6 +96,15 @@ class World:
         groups = {axis: self.group(axis) for axis in AXES}
         return {axis: group.group_name for axis, group in groups.items() if group is not None}
 
+    def axes_by_group(self) -> dict[str, str]:
+        """Name of every process group -> the axis that waiting for it counts to; pipeline peers are "bubble"."""
+        meshes = [mesh for mesh in (self._data, self._hybrid) if mesh is not None]
+        names = {str(mesh.get_group(i).group_name): "dp" for mesh in meshes for i in range(mesh.ndim)}
+        names |= {
+            group: axis for axis, group in self.group_names().items()
+        }  # without dp the data ranks are those of cp
+        return {group: "bubble" if axis == "pp" else axis for group, axis in names.items()}
+
     def global_rank(self, axis: str, index: int) -> int:
         """The rank at `index` on `axis` that shares this rank's other coordinates."""
         return self.degrees.rank(**{**self.position, axis: index})
@@ -90,14 +115,16 @@ class World:
         if group is None:
             return value
         total = value.clone()
-        dist.all_reduce(total, group=group)
+        with waiting(group):
+            dist.all_reduce(total, group=group)
         return total
 
     def broadcast(self, value: Tensor, axis: str, index: int) -> None:
         """Overwrite `value` by that of the peer at `index` on `axis`."""
         group = self.group(axis)
         if group is not None:
-            dist.broadcast(value, src=self.global_rank(axis, index), group=group)
+            with waiting(group):
+                dist.broadcast(value, src=self.global_rank(axis, index), group=group)
 
 
 def _agree_on(plan: Plan, device: torch.device) -> None:

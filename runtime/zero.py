@@ -8,11 +8,14 @@ are one mechanism with three switches (docs/zero.md tabulates bytes and collecti
     2       after each micro-batch       after the step's backward   parameters
     3       after each micro-batch       after every use             one unit's parameters, and the stage's root
 
+With a `zero_group` that many dp ranks share one copy, and gradients are then summed over the copies once a step.
+
 Reductions are sums: the loss is already divided by the tokens of the whole batch.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -24,6 +27,7 @@ from torch.utils._pytree import tree_map
 
 from autopar.ir import StageGraph
 from autopar.plan import Plan
+from autopar.runtime.fsdp_comm import MeasuredAllGather, MeasuredReduceScatter
 from autopar.runtime.precision import compute_dtype
 from autopar.runtime.recompute import CheckpointedBlock
 from autopar.runtime.reducer import mark_backward
@@ -68,6 +72,13 @@ class ShardedStage(nn.Module):
         starts = _Once(self._on_backward)
         return tuple(mark_backward(t, starts) if isinstance(t, Tensor) and t.requires_grad else t for t in outputs)
 
+    def measure(self) -> None:
+        """Let the clock see what FSDP waits for."""
+        for module in self.root.modules():
+            if isinstance(module, FSDPModule):
+                module.set_custom_all_gather(MeasuredAllGather())  # type: ignore[arg-type]
+                module.set_custom_reduce_scatter(MeasuredReduceScatter())  # type: ignore[arg-type]
+
     def _on_backward(self) -> None:
         self._left -= 1
         if self._left == 0:
@@ -78,6 +89,7 @@ class ShardedStage(nn.Module):
         assert isinstance(root, FSDPModule)
         root.set_is_last_backward(last)
         root.set_requires_gradient_sync(last or self._level >= 2)
+        root.set_requires_all_reduce(last)  # between sharded copies: once a step
         root.set_reshard_after_backward(last or self._level == 3)
 
 
@@ -103,27 +115,40 @@ def shard_stage(
     `wide`: 16-bit gradients are reduced in fp32, as those of fp32 masters always are.
     """
     level = plan.zero
-    mesh = world.data_mesh
-    assert mesh is not None
+    mesh = world.shard_mesh(plan.zero_group)
     divided = {path: shard.name for path, shard in stage.parameters.items() if state.divides(shard.name)}
     sharded = {state.parameters[name] for name in divided.values()}
     kept = {p for p in graph.parameters() if p not in sharded}
     places = [_place(graph, path, name) for path, name in divided.items()]
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": _policy(sharded, plan, wide), "ignored_params": kept}
+    units: list[FSDPModule] = []
     for name in _unit_names(graph):
         block = getattr(graph, name)
         unit = block if isinstance(block, CheckpointedBlock) else _Unit(block)
         setattr(graph, name, unit)
-        fully_shard(unit, reshard_after_forward=level == 3, **options)
+        units.append(fully_shard(unit, reshard_after_forward=level == 3, **options))
     root = _Unit(graph)
-    fully_shard(root, reshard_after_forward=False, **options)
+    sharded_root = fully_shard(root, reshard_after_forward=False, **options)
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+    _prefetch([sharded_root, *units], "zero3_gather" in plan.overlap, world.device)
     for owner, attribute, name in places:
         state.parameters[name] = getattr(owner, attribute)
     return ShardedStage(root, level)
+
+
+def _prefetch(units: list[FSDPModule], overlap: bool, device: torch.device) -> None:
+    """Gather a unit's parameters under the compute of the unit that runs before it, forward and backward, or when it
+    runs itself. `units`: root first, then layers in order."""
+    for unit, following in itertools.pairwise(units):
+        unit.set_modules_to_forward_prefetch([following] if overlap else [])
+    for unit in units:
+        if not overlap:
+            unit.set_modules_to_backward_prefetch([unit])  # an empty list would be FSDP's own choice, which prefetches
+        elif device.type == "cpu":
+            unit._set_unshard_async_op(True)  # gloo has no streams of its own
 
 
 def _unit_names(graph: fx.GraphModule) -> list[str]:

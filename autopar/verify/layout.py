@@ -18,7 +18,7 @@ from autopar.cost_model.search import search
 from autopar.errors import AutoparError, SpecError
 from autopar.ir import TracedModel
 from autopar.mesh import AXES, Degrees, divisors
-from autopar.plan import Plan
+from autopar.plan import DEFAULT_OVERLAP, Plan
 from autopar.runtime.limits import model_precision
 from autopar.runtime.pipeline import check_micro_batches
 from autopar.specs import ClusterSpec, Pins, TrainSpec
@@ -79,7 +79,7 @@ class FixedLayouts:
             global_batch=self._rows,
             micro_batch=pins.microbatch or _micro_batch(self._rows // degrees.dp, pp, schedule),
             stages=_stages(self._traced, pp * virtual),
-            overlap=("dp_reduce",) if degrees.dp * degrees.cp > 1 else (),
+            overlap=DEFAULT_OVERLAP,
         )
 
     def _sharding(self, degrees: Degrees, pins: Pins) -> Plan:

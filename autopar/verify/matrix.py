@@ -32,7 +32,8 @@ class Case:
             return layout_text(self.outcome.plan)
         axes = [f"{axis} {size}" for axis in ("dp", "cp", "tp", "pp") if (size := getattr(self.degrees, axis)) > 1]
         sp = "sequence sharded" if self.pins.sp else ""
-        zero = f"zero {self.pins.zero}" if self.pins.zero else ""
+        group = f" over {self.pins.zero_group}" if self.pins.zero_group else ""
+        zero = f"zero {self.pins.zero}{group}" if self.pins.zero else ""
         checkpoint = f"checkpoint {self.pins.checkpoint}" if self.pins.checkpoint != "none" else ""
         parts = [*axes, self.pins.schedule or "", sp, zero, checkpoint]
         return ", ".join(part for part in parts if part)
@@ -93,10 +94,12 @@ def every_case(ranks: int, pins: Pins, rows: int, seq_len: int) -> Iterator[tupl
         wanted = all(getattr(pins, axis) in (None, getattr(degrees, axis)) for axis in AXES)
         if degrees.world_size != ranks or not wanted or rows % degrees.dp or seq_len % degrees.cp:
             continue
+        data = degrees.dp * degrees.cp
         shards = degrees.tp > 1 and (seq_len // degrees.cp) % degrees.tp == 0
         options = {
             "sp": (False, True) if shards else (False,),
-            "zero": (0, 1, 2, 3) if degrees.dp * degrees.cp > 1 else (0,),
+            "zero": (0, 1, 2, 3) if data > 1 else (0,),
+            "zero_group": (None, *divisors(degrees.dp)[1:-1]),
             "schedule": SCHEDULES if degrees.pp > 1 else (None,),
             "checkpoint": CHECKPOINT_MODES,
         }
@@ -107,7 +110,9 @@ def every_case(ranks: int, pins: Pins, rows: int, seq_len: int) -> Iterator[tupl
             continue
         values = [options[name] if value is None else (value,) for name, value in pinned.items()]
         for mix in itertools.product(*values):
-            yield degrees, replace(pins, **dict(zip(options, mix, strict=True)))
+            chosen = replace(pins, **dict(zip(options, mix, strict=True)))
+            if chosen.zero or chosen.zero_group is None:
+                yield degrees, chosen
 
 
 def show_progress(case: Case, done: int, total: int) -> None:

@@ -82,7 +82,8 @@ def layout_text(plan: Plan) -> str:
         virtual = f" ({plan.virtual_stages} stages a rank)" if plan.virtual_stages > 1 else ""
         parts.append(plan.schedule + virtual)
     parts += ["sequence sharded"] if plan.sequence_sharding else []
-    parts += [f"zero {plan.zero}"] if plan.zero else []
+    group = f" over {plan.zero_group}" if plan.zero_group else ""
+    parts += [f"zero {plan.zero}{group}"] if plan.zero else []
     parts += [f"{plan.context_parallel} attention"] if degrees.cp > 1 else []
     modes = sorted({mode for mode in plan.checkpoint.values() if mode != "none"})
     parts += [f"checkpoint {' and '.join(modes)}"] if modes else []

@@ -127,7 +127,7 @@ def _parity() -> list[str]:
     return failed
 
 
-def test_frozen_stages_adapters_and_unused_parameters() -> None:
+def test_fz_01_fz_02_fz_05_frozen_stages_adapters_and_unused_parameters() -> None:
     for failed in run_ranks(2, _parity, timeout_s=280):
         assert not failed, "\n\n".join(failed)
 
@@ -160,5 +160,5 @@ def _trained() -> None:
         pm.optimizer(torch.optim.Adafactor)
 
 
-def test_only_adapters_are_trained_and_grouped_by_name() -> None:
+def test_fz_01_fz_03_only_adapters_are_trained_and_stale_optimizers_refused() -> None:
     run_ranks(2, _trained, timeout_s=120)

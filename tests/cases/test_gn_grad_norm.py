@@ -57,7 +57,7 @@ def _gn_01_and_04() -> None:
         _clip(models.qwen3_tiny(), models.default_batch(), degrees, 0.1)
 
 
-def test_replicated_parameters_count_once() -> None:
+def test_gn_01_gn_04_replicated_parameters_count_once_and_torchs_own_clip_is_refused() -> None:
     run_ranks(4, _gn_01_and_04, timeout_s=200)
 
 
@@ -65,7 +65,7 @@ def _gn_03() -> None:
     _clip(models.gpt2_tiny(), models.default_batch(), Degrees(pp=2), 0.05)  # its embedding is tied across the stages
 
 
-def test_stages_clip_by_one_norm_of_every_type() -> None:
+def test_gn_03_stages_clip_by_one_norm_of_every_type() -> None:
     run_ranks(2, _gn_03, timeout_s=120)
 
 
@@ -80,12 +80,12 @@ def _half_precision() -> float:
     return _norm_of({"w": torch.full((500,), 300.0, dtype=torch.float16)}, {"w"}).total().item()
 
 
-def test_half_precision_gradients_do_not_overflow() -> None:
+def test_gn_05_half_precision_gradients_do_not_overflow() -> None:
     for norm in run_ranks(2, _half_precision, timeout_s=60):
         assert norm == pytest.approx(9486.83, abs=0.01)
 
 
-def test_unit_example_and_faults_are_named() -> None:
+def test_gn_01_unit_example_and_faults_are_named() -> None:
     sharded, replicated = torch.full((4,), 2.0), torch.full((9,), 1.0)
     assert _norm_of({"s": sharded, "r": replicated}, {"s", "r"}, alone=True).total().item() == 5.0
     assert _norm_of({"s": sharded, "r": replicated}, {"s"}, alone=True).total().item() == 4.0

@@ -1,6 +1,6 @@
 """ppr-05, ppr-06, ppr-08, ppr-09, ppr-12: what crosses a stage boundary, and in which order.
 
-ppr-01, ppr-02, ppr-03 and ppr-11 (odd batches, the loss on every rank) are in tests/distributed/test_schedules.py.
+ppr-01, ppr-02, ppr-03 and ppr-11 (odd batches, the loss on every rank) are in test_ppr_batches.py.
 """
 
 from __future__ import annotations
@@ -12,9 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from autopar.api import build
 from autopar.mesh import Degrees
+from autopar.passes import prepare
 from autopar.plan import Plan
 from autopar.runtime.launch import run_ranks
+from autopar.trace import trace
 from autopar.verify import _compare
 from tests import models
 
@@ -195,7 +198,7 @@ def _boundaries() -> list[str]:
 
 
 @pytest.mark.distributed
-def test_views_tuples_masks_and_complex_buffers_at_a_boundary() -> None:
+def test_ppr_05_06_08_12_views_tuples_masks_and_complex_buffers_at_a_boundary() -> None:
     for failed in run_ranks(2, _boundaries, timeout_s=250):
         assert not failed, "\n\n".join(failed)
 
@@ -234,3 +237,53 @@ class _Stub:
         self.is_first, self.is_last = index == 0, index == count - 1
         self.has_backward, self.submod, self.device = True, nn.Identity(), torch.device("cpu")
         self.stage_index_to_group_rank = {i: i % ranks for i in range(count)}
+
+
+class _Thin(nn.Module):
+    """Little to compute on an activation of 8 MB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Linear(1024, 2), nn.Linear(2, 1024)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.up(self.down(x))
+
+
+class WideModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 1024)
+        self.blocks = nn.ModuleList([_Thin() for _ in range(4)])
+        self.head = nn.Linear(1024, 16)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x[:, :4]).flatten(0, 1), labels[:, :4].flatten())
+
+
+def _fifty_steps() -> list[float]:
+    """Two ranks of two chunks, 8 MB a message: no send completes before it is received."""
+    torch.manual_seed(0)
+    model, losses = WideModel(), []
+    batch = {"input_ids": torch.arange(2048).remainder(16).expand(8, 2048).contiguous()}
+    batch["labels"] = batch["input_ids"].clone()
+    traced = prepare(trace(model, {name: t[:2] for name, t in batch.items()}))
+    plan = _plan("blocks", "interleaved", 2, micro_batch=1).replace(seq_len=2048, precision="fp32")
+    pm = build(model, traced, plan)
+    optimizer = pm.optimizer(torch.optim.SGD, lr=0.1)
+    for step in range(50):
+        micro_batches = {7: 4, 23: 8, 41: 4}.get(step, 2)
+        losses.append(pm.step({name: t[:micro_batches] for name, t in batch.items()}).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.distributed
+def test_ppr_09_fifty_steps_of_large_messages() -> None:
+    one, other = run_ranks(2, _fifty_steps, timeout_s=280)
+    assert one == other
+    assert one[-1] < one[0]

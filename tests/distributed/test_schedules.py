@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import time
 from typing import Any
 
 import pytest
@@ -79,39 +78,6 @@ def test_four_stages_and_four_ranks_of_two() -> None:
             _plan("tiny_gpt", four, "zero-bubble", 2, layers=8, micro_batch=4),
         ],
     )
-
-
-def _odd_batches() -> None:
-    """ppr-01, ppr-02, ppr-03 and ppr-11 in one set of processes."""
-    model, batch = tiny_gpt()
-    traced = prepare(trace(model, batch))
-    pm = build(copy.deepcopy(model), traced, plans.megatron("tiny_gpt", Degrees(pp=4), micro_batch=2))
-    for rows in (2, 4, 6, 7, 1):
-        start = time.monotonic()
-        _step_equals(model, pm, models.default_batch(rows=rows, seq=16, seed=rows))
-        assert time.monotonic() - start < 10
-    for seq in (16, 12, 20):
-        _step_equals(model, pm, models.default_batch(seq=seq, seed=seq))
-    looped = plans.megatron("tiny_gpt", Degrees(pp=2, dp=2), micro_batch=1, schedule="interleaved", virtual_stages=2)
-    pm = build(copy.deepcopy(model), traced, looped)
-    _step_equals(model, pm, models.default_batch(rows=7))
-    with pytest.raises(SpecError, match="7 micro-batches do not fall into 3 equal rounds.*Try: 6 or 8"):
-        pm.step(models.default_batch(rows=14))
-
-
-def _step_equals(model: nn.Module, pm: Any, batch: dict[str, torch.Tensor]) -> None:
-    reference = copy.deepcopy(model)
-    loss = reference(**batch)
-    loss.backward()
-    pm.zero_grad()
-    torch.testing.assert_close(pm.step(batch), loss.detach(), rtol=0, atol=1e-12)
-    expected = dict(reference.named_parameters())
-    for name, gradient in pm.full_gradients().items():
-        torch.testing.assert_close(gradient, expected[name].grad, rtol=0, atol=1e-12, msg=name)
-
-
-def test_odd_batches() -> None:
-    run_ranks(4, _odd_batches, timeout_s=200)
 
 
 def _refusals() -> None:

@@ -84,6 +84,30 @@ def test_a_loss_that_is_a_sum_stays_one() -> None:
     run_ranks(2, _calling_sums_too, timeout_s=120)
 
 
+def _no_target_here() -> None:
+    """Only the first dp rank's rows have targets: the others add nothing, and no NaN."""
+    batch = models.default_batch()
+    batch["labels"][2:] = -100
+    reference = models.tiny_gpt()
+    expected = reference(**batch)
+    expected.backward()
+    for degrees in (Degrees(dp=4), Degrees(dp=2, tp=2)):
+        plan = plans.megatron("tiny_gpt", degrees)
+        pm = parallelize(models.tiny_gpt(), ClusterSpec.parse("local:4"), plan=plan, example=batch)
+        loss = pm(**batch)
+        loss.backward()
+        torch.testing.assert_close(loss, expected, rtol=0, atol=1e-12)
+        for name, gradient in pm.full_gradients().items():
+            own = dict(reference.named_parameters())[name].grad
+            torch.testing.assert_close(gradient, own, rtol=0, atol=1e-12, msg=name)
+        nothing = {**batch, "labels": torch.full_like(batch["labels"], -100)}
+        assert torch.isnan(pm(**nothing)), "a mean over nothing, as in one process"
+
+
+def test_ranks_without_a_target_add_nothing_when_the_module_is_called() -> None:
+    run_ranks(4, _no_target_here, timeout_s=120)
+
+
 _FACTORIES = {"gpt2": gpt2, "qwen2": qwen2, "qwen3": qwen3, "mistral": mistral}
 
 

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.api import build
+from autopar.errors import SpecError
 from autopar.mesh import Degrees
 from autopar.passes import prepare
 from autopar.plan import Plan
@@ -69,6 +71,14 @@ def test_with_tied_and_interleaved_stages() -> None:
     )
 
 
+def test_hybrid_sharding() -> None:
+    """Two copies of two shards, alone and with the other axes; every level."""
+    four = Degrees(dp=4)
+    wanted = [_plan("tiny_gpt", four, level, micro_batch=1) for level in (1, 2, 3)]
+    mixed = _plan("tiny_gpt", Degrees(dp=2, cp=2), 3, checkpoint=True).replace(zero_group=1)  # shards over cp alone
+    _check(tiny_gpt, [*(plan.replace(zero_group=2) for plan in wanted), mixed])
+
+
 class _Issued(TorchDispatchMode):
     """Counts collectives by name."""
 
@@ -118,6 +128,53 @@ def test_the_table_of_the_documentation() -> None:
     run_ranks(2, _table, timeout_s=120)
 
 
+def _hybrid_table() -> None:
+    """One all-reduce a unit more, and the rest as for two ranks; halves instead of quarters are held."""
+    model, batch = tiny_gpt()
+    traced = prepare(trace(model, batch))
+    everything = sum(p.numel() for p in model.parameters())
+    for level, counts in _COUNTS.items():
+        plan = _plan("tiny_gpt", Degrees(dp=4), level, micro_batch=1).replace(zero_group=2)
+        pm = build(tiny_gpt()[0], traced, plan)
+        pm.step(batch)
+        pm.zero_grad()
+        with _Issued() as issued:
+            pm.step(batch)
+        seen = issued.counts
+        assert (seen["_allgather_base_"], seen["_reduce_scatter_base_"]) == counts, f"level {level}: {seen}"
+        assert seen["allreduce_"] == LAYERS + 1 + 2, f"level {level}: {seen}"  # and the token count and the loss
+        assert sum(local_part(p).numel() for p in pm.parameters()) == everything // 2
+        assert pm.differing_copies() == []
+        loss = pm(**batch)
+        pm.zero_grad()
+        loss.backward()
+        reference = tiny_gpt()[0]
+        reference(**batch).backward()
+        for name, gradient in pm.full_gradients().items():
+            expected = dict(reference.named_parameters())[name].grad
+            torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-12, msg=name)
+        norm = torch.nn.utils.get_total_norm([p.grad for p in reference.parameters()])
+        torch.testing.assert_close(pm.clip_grad_norm_(1.0), norm, rtol=1e-12, atol=0)
+        if dist.get_rank() >= 2:  # the other copy
+            with torch.no_grad():
+                local_part(dict(pm.named_parameters())["norm.weight"]).add_(1.0)
+        assert pm.differing_copies() == ["norm.weight"]
+
+
+def test_hybrid_sharding_divides_by_the_group_and_sums_over_the_copies_once() -> None:
+    run_ranks(4, _hybrid_table, timeout_s=200)
+
+
+def test_a_group_that_cannot_be_is_refused() -> None:
+    for degrees, zero, group, text in (
+        (Degrees(dp=4), 0, 2, "zero 0 shards nothing"),
+        (Degrees(dp=4), 3, 3, "shared by 3 of 4 dp ranks.*one of 2, 4"),
+        (Degrees(tp=2), 3, 2, "2 of 1 dp ranks.*Try: 0"),
+    ):
+        with pytest.raises(SpecError, match=text):
+            _plan("tiny_gpt", degrees, zero).replace(zero_group=group)
+
+
 def _called() -> None:
     model, batch = tiny_gpt()
     traced = prepare(trace(model, batch))
@@ -131,7 +188,13 @@ def _called() -> None:
         torch.testing.assert_close(mine, loss)
         for name, gradient in pm.full_gradients().items():
             torch.testing.assert_close(gradient, expected[name].grad, rtol=0, atol=1e-12, msg=name)
+        # 6 rows here, 2 there: the rank that runs out goes on with rows that count nothing.
+        pm.zero_grad()
+        mine = {name: t[:6] if dist.get_rank() == 0 else t[6:] for name, t in batch.items()}
+        torch.testing.assert_close(pm.step(mine, local=True), loss.detach(), rtol=0, atol=1e-12)
+        for name, gradient in pm.full_gradients().items():
+            torch.testing.assert_close(gradient, expected[name].grad, rtol=0, atol=1e-12, msg=name)
 
 
-def test_calling_the_module_gathers_all_and_equals_one_process() -> None:
+def test_calling_the_module_and_unequal_rows_equal_one_process() -> None:
     run_ranks(2, _called, timeout_s=120)

@@ -19,6 +19,7 @@ from autopar.passes.invariants import check_invariants
 from autopar.passes.localize_shapes import localize_shapes
 from autopar.passes.native_gqa import native_gqa
 from autopar.passes.outline_blocks import outline_blocks
+from autopar.passes.overlap_collectives import overlap_collectives
 from autopar.passes.pipeline import apply
 from autopar.passes.prepare import copy_graph, prepare
 from autopar.passes.shard_parameters import shard_parameters
@@ -48,6 +49,7 @@ def _steps(plan: Plan, until: str) -> TracedModel:
         ("shard_parameters", lambda: shard_parameters(traced, plan)),
         ("insert_collectives", lambda: insert_collectives(graph_module)),
         ("localize_shapes", lambda: localize_shapes(graph_module, plan.degrees.tp)),
+        ("overlap_collectives", lambda: overlap_collectives(traced, plan)),
         ("outline_blocks", lambda: outline_blocks(graph_module, traced.segments)),
         ("checkpoint_blocks", lambda: checkpoint_blocks(graph_module, traced.segments, plan)),
     ):
@@ -89,6 +91,13 @@ def test_insert_collectives(golden: Golden, sequence_sharding: bool) -> None:
 
 def test_localize_shapes(golden: Golden) -> None:
     golden("passes/localize_shapes", format_graph(_steps(small_plan(), "localize_shapes").graph_module.graph))
+
+
+@pytest.mark.parametrize("name", ["tp_linear", "tp_ring"])
+def test_overlap_collectives(golden: Golden, name: str) -> None:
+    traced = _steps(small_plan(sequence_sharding=True).replace(overlap=(name,)), "overlap_collectives")
+    golden(f"passes/overlap_collectives_{name}", format_graph(traced.graph_module.graph))
+    assert traced.graph_module.meta["unapplied"] == ()
 
 
 def test_outline_blocks(golden: Golden) -> None:

@@ -227,6 +227,8 @@ def parallel(
     **options: object,
 ) -> ParallelModule:
     """The hand-made stages run by the engine. `options`: schedule, virtual_stages, and those of ParallelModule."""
+    zero = options.pop("zero", 0)
+    assert isinstance(zero, int)
     schedule, virtual_stages = str(options.pop("schedule", "1f1b")), options.pop("virtual_stages", 1)
     assert isinstance(virtual_stages, int)
     plan = Plan(
@@ -238,6 +240,7 @@ def parallel(
         schedule=schedule,
         virtual_stages=virtual_stages,
         precision="fp64",
+        zero=zero,
     )
     whole = None
     if degrees.pp == 1:

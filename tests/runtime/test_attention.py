@@ -61,13 +61,13 @@ def _count_hops() -> tuple[int, int]:
     group = dist.group.WORLD.group_name
     mine = [torch.randn(1, HEADS, SEQ, DIM).requires_grad_() for _ in range(3)]
     sent: list[int] = []
-    original = attention._Hop.__init__
+    original = attention.Hop.__init__
 
-    def counted(self: Any, tensor: Tensor, process_group: Any) -> None:
+    def counted(self: Any, tensor: Tensor, process_group: Any, overlap: bool = True) -> None:
         sent.append(tensor.numel())
-        original(self, tensor, process_group)
+        original(self, tensor, process_group, overlap)
 
-    with mock.patch.object(attention._Hop, "__init__", counted):
+    with mock.patch.object(attention.Hop, "__init__", counted):
         out = context_attention(*mine, is_causal=True, group=group)
         forward = len(sent)
         out.sum().backward()

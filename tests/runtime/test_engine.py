@@ -160,6 +160,33 @@ def _local_rows() -> None:
     _close(pm.step(mine, local=True), reference, "loss")
 
 
+def _unequal_rows() -> None:
+    """5 rows here, 2 there: as one process on the seven; what cannot be is refused by all ranks alike."""
+    model, batch = hand_made.build(), hand_made.batch(rows=7)
+    loss = model(**batch)["loss"]
+    loss.backward()
+    mine = {name: t[:5] if dist.get_rank() == 0 else t[5:] for name, t in batch.items()}
+    traced = hand_made.capture(model)
+    pm = hand_made.parallel(hand_made.build(), traced, Degrees(dp=2))
+    _close(pm.step(mine, local=True), loss, "loss")
+    for name, gradient in pm.full_gradients().items():
+        _close(gradient, dict(model.named_parameters())[name].grad, name)
+    pm = hand_made.parallel(hand_made.build(), traced, Degrees(dp=2), zero=3)
+    with pytest.raises(SpecError, match="dp ranks bring 5, 2 rows.*under ZeRO.*5 rows on every rank"):
+        pm.step(mine, local=True)  # it counts by its own graph, in which no row can be made to count nothing
+    pm = hand_made.parallel(hand_made.build(), traced, Degrees(dp=2), micro_batch=2)
+    with pytest.raises(SpecError, match="5 rows do not divide into micro-batches of 2"):
+        pm.step(mine, local=True)
+    none = {name: t[: 4 * (1 - dist.get_rank())] for name, t in batch.items()}
+    with pytest.raises(SpecError, match="0 rows do not divide"):
+        pm.step(none, local=True)
+
+
+@pytest.mark.distributed
+def test_ranks_may_bring_different_numbers_of_rows() -> None:
+    run_ranks(2, _unequal_rows, timeout_s=60)
+
+
 @pytest.mark.distributed
 def test_each_rank_may_bring_its_own_rows() -> None:
     run_ranks(2, _local_rows, timeout_s=60)

@@ -1,0 +1,137 @@
+"""Peak memory of every rank, tracked on the CPU while it trains, beside what the plan predicts; for eight layouts.
+
+    python benchmarks/peak_memory.py [--json]
+
+A small Llama on four local processes. What tensors hold is counted by storage, from the op that makes it to its last
+reference; storages that FSDP empties count as empty. Parameters, gradients, AdamW state and activations are in it, the
+device's reserve is in neither. The largest moment of two steps with the optimizer's is what counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from autopar.api import build, find_plan
+from autopar.passes import prepare
+from autopar.plan import Plan
+from autopar.runtime.launch import run_ranks
+from autopar.runtime.sharding import local_part
+from autopar.specs import ClusterSpec, Pins, TrainSpec
+from autopar.trace import trace
+
+RANKS, ROWS, SEQ = 4, 8, 128
+LAYOUTS = (
+    "dp=4 checkpoint=none",
+    "tp=4 sp=false checkpoint=none",
+    "tp=4 sp=true checkpoint=none",
+    "pp=4 checkpoint=none",
+    "dp=2 tp=2 sp=true checkpoint=full",
+    "dp=2 pp=2 checkpoint=none",
+    "tp=2 pp=2 sp=true checkpoint=none",
+    "dp=4 checkpoint=full",
+)
+
+
+def _model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=2048, hidden_size=256, intermediate_size=688, num_hidden_layers=8, num_attention_heads=8,
+        num_key_value_heads=4, max_position_embeddings=SEQ, tie_word_embeddings=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).train()
+
+
+def _batch() -> dict[str, torch.Tensor]:
+    ids = torch.randint(1, 2048, (ROWS, SEQ), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+class _Held(TorchDispatchMode):
+    """Bytes of all live storages, looked at after every op."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.peak = 0
+
+    def hold(self, tensor: torch.Tensor) -> None:
+        storage = local_part(tensor).untyped_storage()
+        self._storages.setdefault(storage._cdata, weakref.ref(storage))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self.hold(leaf)
+        total = 0
+        for key, reference in list(self._storages.items()):
+            storage = reference()
+            if storage is None:
+                del self._storages[key]
+            else:
+                total += storage.nbytes()
+        self.peak = max(self.peak, total)
+        return result
+
+
+def _measure(plans: list[Plan]) -> list[int]:
+    torch.set_num_threads(1)
+    traced, peaks = prepare(trace(_model(), _batch())), []
+    for plan in plans:
+        pm = build(_model(), traced, plan)
+        optimizer, held = pm.optimizer(torch.optim.AdamW, lr=1e-4), _Held()
+        for parameter in pm.parameters():
+            held.hold(parameter)
+        with held:
+            for _ in range(2):
+                pm.step(_batch())
+                optimizer.step()
+                optimizer.zero_grad()
+        peaks.append(held.peak)
+        dist.barrier()
+        del pm, optimizer, held
+    return peaks
+
+
+def _plans() -> list[Plan]:
+    cluster, train = ClusterSpec.parse(f"local:{RANKS}"), TrainSpec(global_batch=ROWS, seq_len=SEQ)
+    pins = [Pins.parse([*text.split(), "microbatch=1"]) for text in LAYOUTS]
+    return [find_plan(_model(), cluster, train, example=_batch(), pins=p).plan for p in pins]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    plans = _plans()
+    by_rank = run_ranks(RANKS, _measure, plans, timeout_s=900)
+    rows = []
+    for i, (name, plan) in enumerate(zip(LAYOUTS, plans, strict=True)):
+        stages = plan.prediction["peak_memory_bytes"]
+        for rank in range(RANKS):
+            predicted = stages[plan.degrees.coordinates(rank)["pp"]]
+            expected = predicted["total"] - predicted.get("reserved", 0)
+            rows.append({"layout": name, "rank": rank, "measured": by_rank[rank][i], "predicted": int(expected)})
+    if options.json:
+        print(json.dumps(rows, indent=2))
+        return
+    print(f"{'layout':36} {'rank':>4} {'measured':>10} {'predicted':>10}  off")
+    for row in rows:
+        off = row["measured"] / row["predicted"] - 1
+        sizes = f"{row['measured'] / 2**20:8.2f}Mi {row['predicted'] / 2**20:8.2f}Mi"
+        print(f"{row['layout']:36} {row['rank']:>4} {sizes} {off:+6.1%}")
+    worst = max(abs(row["measured"] / row["predicted"] - 1) for row in rows)
+    print(f"largest difference {worst:.1%} over {len(LAYOUTS)} layouts, {RANKS} ranks each")
+
+
+if __name__ == "__main__":
+    main()

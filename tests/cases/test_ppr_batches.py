@@ -1,0 +1,66 @@
+"""ppr-01, ppr-02, ppr-03, ppr-11: few micro-batches, batches that do not divide, changing lengths, one loss for all."""
+
+from __future__ import annotations
+
+import copy
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from autopar.api import build
+from autopar.errors import AutoparError, SpecError
+from autopar.mesh import Degrees
+from autopar.passes import prepare
+from autopar.runtime.launch import run_ranks
+from autopar.trace import trace
+from tests import models, plans
+
+pytestmark = pytest.mark.distributed
+
+
+def tiny_gpt() -> tuple[nn.Module, dict[str, Any]]:
+    return models.tiny_gpt(), models.default_batch()
+
+
+def _odd_batches() -> None:
+    """All in one set of processes."""
+    model, batch = tiny_gpt()
+    traced = prepare(trace(model, batch))
+    pm = build(copy.deepcopy(model), traced, plans.megatron("tiny_gpt", Degrees(pp=4), micro_batch=2))
+    for rows in (2, 4, 6, 7, 1):
+        start = time.monotonic()
+        _step_equals(model, pm, models.default_batch(rows=rows, seq=16, seed=rows))
+        assert time.monotonic() - start < 10
+    for seq in (16, 12, 20):
+        _step_equals(model, pm, models.default_batch(seq=seq, seed=seq))
+    looped = plans.megatron("tiny_gpt", Degrees(pp=2, dp=2), micro_batch=1, schedule="interleaved", virtual_stages=2)
+    pm = build(copy.deepcopy(model), traced, looped)
+    _step_equals(model, pm, models.default_batch(rows=7))
+    ragged = [models.default_batch(rows=2, seq=16), models.default_batch(rows=2, seq=12)]
+    with pytest.raises(AutoparError, match="input_ids"):
+        pm.step({name: [part[name] for part in ragged] for name in ragged[0]})  # lengths of their own: no batch
+    with pytest.raises(SpecError, match="7 micro-batches do not fall into 3 equal rounds.*Try: 6 or 8"):
+        pm.step(models.default_batch(rows=14))
+
+
+def _step_equals(model: nn.Module, pm: Any, batch: dict[str, torch.Tensor]) -> None:
+    reference = copy.deepcopy(model)
+    loss = reference(**batch)
+    loss.backward()
+    pm.zero_grad()
+    mine = pm.step(batch)
+    torch.testing.assert_close(mine, loss.detach(), rtol=0, atol=1e-12)
+    everyone = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    assert all(torch.equal(mine, other) for other in everyone)
+    expected = dict(reference.named_parameters())
+    for name, gradient in pm.full_gradients().items():
+        torch.testing.assert_close(gradient, expected[name].grad, rtol=0, atol=1e-12, msg=name)
+
+
+def test_ppr_01_02_03_11_odd_batches_and_the_loss_on_every_rank() -> None:
+    run_ranks(4, _odd_batches, timeout_s=200)
