@@ -1,24 +1,23 @@
 """Annotate a captured graph: module paths, plan keys, gradient flow, and its cut into layers and glue.
 
-Layers are the members of the outermost module lists (`model.layers.0`, `encoder.block.3`, ...). Two layers are of one
-class if their nodes are the same ops on the same shapes with the same wiring; prices and strategies are then computed
-once.
+Two layers (see autopar.layers) are of one class if their nodes are the same ops on the same shapes with the same
+wiring; prices and strategies are then computed once.
 """
 
 from __future__ import annotations
 
 import hashlib
-import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import fx
 
 from autopar.ir import ParameterSpec, Segment
+from autopar.layers import Layer, layers_of
 
-__all__ = ["annotate", "layer_of", "op_name"]
+__all__ = ["annotate", "op_name"]
 
 # Outputs of these carry no gradient although they may be floating point.
 _NO_GRADIENT = {
@@ -69,29 +68,13 @@ def _name_ops(graph: fx.Graph) -> None:
             ordinal[base] += 1
 
 
-Layer: TypeAlias = "tuple[str, int]"
-_LAYER = re.compile(r"^((?:[^.]*[^.\d][^.]*\.)*?)(\d+)(?=\.|$)")
-
-
-def layer_of(path: str) -> Layer | None:
-    """`"model.layers.3.mlp"` -> `("model.layers", 3)`: the outermost numbered component; None if there is none."""
-    found = _LAYER.match(path)
-    return (found[1].rstrip("."), int(found[2])) if found else None
-
-
-def _parse(path: str) -> Layer:
-    layer = layer_of(path)
-    assert layer is not None
-    return layer
-
-
 def _cut(graph: fx.Graph, parameters: Mapping[str, ParameterSpec]) -> tuple[Segment, ...]:
     """Assign every node to a segment by its path, glue by its position in the order of execution."""
-    lists = _layer_lists(graph)
     ops = [n for n in graph.nodes if n.op == "call_function"]
-    members = [(layer if (layer := layer_of(n.meta["path"])) and layer[0] in lists else None) for n in ops]
+    members = layers_of(ops)
     ahead = _following(members)
-    last_use = {layer: i for i, layer in enumerate(members) if layer is not None}
+    last_use = {layer.path: i for i, layer in enumerate(members) if layer is not None}
+    family = {layer.path: layer.family for layer in members if layer is not None}
     plan: list[tuple[str, str]] = []  # (kind, path) of each segment
     here = ("glue", "prologue")
     for position, (node, layer) in enumerate(zip(ops, members, strict=True)):
@@ -100,8 +83,8 @@ def _cut(graph: fx.Graph, parameters: Mapping[str, ParameterSpec]) -> tuple[Segm
             plan = plan or [("glue", "prologue")]
             node.meta["segment"] = 0
             continue
-        unfinished = here[0] == "layer" and last_use[_parse(here[1])] > position
-        here = _next_segment(here, layer, ahead[position], unfinished)
+        unfinished = here[0] == "layer" and last_use[here[1]] > position
+        here = _next_segment(here, layer, ahead[position], unfinished, family)
         if not plan or plan[-1] != here:
             plan.append(here)
         node.meta["segment"] = len(plan) - 1
@@ -128,35 +111,17 @@ def _following(members: list[Layer | None]) -> list[Layer | None]:
     return ahead[::-1]
 
 
-def _next_segment(here: tuple[str, str], layer: Layer | None, ahead: Layer | None, unfinished: bool) -> tuple[str, str]:
-    """Segment of the next node. Glue between two layers of one list goes with the layer before it."""
+def _next_segment(
+    here: tuple[str, str], layer: Layer | None, ahead: Layer | None, unfinished: bool, family: Mapping[str, str]
+) -> tuple[str, str]:
+    """Segment of the next node. Glue between two layers of one family goes with the layer before it."""
     if layer is not None:
-        return ("layer", f"{layer[0]}.{layer[1]}".lstrip("."))
+        return ("layer", layer.path)
     if here[0] == "glue" or unfinished:
         return here
     if ahead is None:
         return ("glue", "epilogue")
-    return here if ahead[0] == _parse(here[1])[0] else ("glue", f"before {ahead[0]}")
-
-
-def _layer_lists(graph: fx.Graph) -> set[str]:
-    """Module lists whose members are layers: two or more weights of two dims each, executed one after another, once."""
-    weights: defaultdict[tuple[str, int], set[str]] = defaultdict(set)
-    runs: defaultdict[str, list[int]] = defaultdict(list)
-    for node in graph.nodes:
-        layer = layer_of(node.meta["path"]) if node.op == "call_function" else None
-        if layer is None:
-            continue
-        if not runs[layer[0]] or runs[layer[0]][-1] != layer[1]:
-            runs[layer[0]].append(layer[1])
-        for source in node.all_input_nodes:
-            if source.op == "get_attr" and len(source.meta["shape"]) >= 2:
-                weights[layer].add(str(source.target))
-    return {
-        name
-        for name, order in runs.items()
-        if order == sorted(set(order)) and all(len(weights[name, i]) >= 2 for i in order)
-    }
+    return here if ahead.family == family[here[1]] else ("glue", f"before {ahead.family}")
 
 
 def _parameters_of(nodes: Iterable[fx.Node], parameters: Mapping[str, ParameterSpec]) -> tuple[str, ...]:

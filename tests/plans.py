@@ -92,6 +92,8 @@ def on_every_axis(traced: TracedModel, precision: str = "fp64") -> list[Plan]:
     plans = [search(traced, cluster, train, Pins(tp=2, sp=sp)).plan for sp in (False, True)]
     cuts = {Degrees(pp=2): (layers[:half], layers[half:]), Degrees(cp=2): (layers,), Degrees(dp=2): (layers,)}
     for degrees, stages in cuts.items():
+        if not all(stages):
+            continue  # one layer is one stage
         plans.append(
             Plan(degrees=degrees, global_batch=8, seq_len=16, micro_batch=2, stages=stages, precision=precision)
         )

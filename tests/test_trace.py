@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.blocks import layer_of
 from autopar.errors import SpecError, UnsupportedModelError
 from autopar.passes import prepare
 from autopar.trace import trace
@@ -117,13 +116,6 @@ def test_encoder_decoder_has_two_stacks_with_glue_between() -> None:
         "prologue", "encoder.block.0", "encoder.block.1", "before decoder.block", "decoder.block.0", "decoder.block.1",
         "epilogue",
     ]  # fmt: skip
-
-
-def test_layer_of_takes_the_outermost_number() -> None:
-    assert layer_of("model.layers.3.experts.1.up") == ("model.layers", 3)
-    assert layer_of("encoder.block.0") == ("encoder.block", 0)
-    assert layer_of("0.norm") == ("", 0)
-    assert layer_of("mlp.conv2d.norm") is None
 
 
 def test_ties_are_found_by_identity() -> None:
