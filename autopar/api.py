@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +17,15 @@ from autopar import passes
 from autopar.cost_model.search import SearchResult
 from autopar.cost_model.search import search as run_search
 from autopar.errors import AutoparError, SpecError
-from autopar.ir import TracedModel
+from autopar.ir import StageGraph, TracedModel
 from autopar.models import example_from_config
 from autopar.plan import Plan
+from autopar.printing import format_graph
 from autopar.reports.text import render
 from autopar.runtime.engine import ParallelModule
 from autopar.runtime.launch import join_torchrun
 from autopar.runtime.limits import model_precision
+from autopar.runtime.stage import set_training
 from autopar.search_spec import SearchSpec
 from autopar.specs import ClusterSpec, Pins, TrainSpec
 from autopar.trace import LossFn, trace
@@ -104,13 +108,27 @@ def parallelize(
     result: SearchResult | None = None
     if plan is None:
         plan, result = _plan_on_rank_zero(traced, cluster, train, pins, search)
-    return build(model, traced, plan, device=device, report=_Report(plan, result, cluster, traced), **options)
+    report = _Report(plan, result, cluster, traced)
+    batch = _example(model, example, train)
+    evaluated = cache(partial(_capture, model, batch, loss_fn, precision, training=False))
+    pm = build(model, traced, plan, device=device, report=report, evaluated=evaluated, **options)
+    return pm.train(model.training)
 
 
-def build(model: nn.Module, traced: TracedModel, plan: Plan, *, seed: int = 0, **options: Any) -> ParallelModule:
+def build(
+    model: nn.Module,
+    traced: TracedModel,
+    plan: Plan,
+    *,
+    seed: int = 0,
+    evaluated: Callable[[], TracedModel] | None = None,
+    **options: Any,
+) -> ParallelModule:
     """Rewrite a prepared model by a plan and put it on this process's device. Collective.
 
     seed: of dropout, and of the initial weights of a model that was built on the meta device.
+    evaluated: captures the model in evaluation mode, which may run other code than training does; without it dropout is
+    switched off and nothing else.
     """
     if traced.unknown_buffers:
         raise SpecError(
@@ -120,14 +138,39 @@ def build(model: nn.Module, traced: TracedModel, plan: Plan, *, seed: int = 0, *
         )
     if passes.draws_randomly(traced.graph_module.graph):
         traced = replace(traced, inputs=(*traced.inputs, passes.row_ids_spec(traced.batch)))
+    otherwise = None if evaluated is None else partial(_evaluates_otherwise, traced, evaluated)
     whole = None
     if plan.degrees.pp == 1:
-        whole = lambda: passes.apply(traced, plan, outputs="all", seed=seed)[0]  # noqa: E731
+        whole = partial(_whole, traced, plan, seed, evaluated)
     stages = passes.apply(traced, plan, seed=seed)
     options.setdefault("device", join_torchrun())
     return ParallelModule(
-        model, traced, plan, stages, token_count=passes.token_count(traced), whole=whole, seed=seed, **options
+        model,
+        traced,
+        plan,
+        stages,
+        token_count=passes.token_count(traced),
+        whole=whole,
+        seed=seed,
+        evaluates_otherwise=otherwise,
+        **options,
     )
+
+
+def _whole(
+    traced: TracedModel, plan: Plan, seed: int, evaluated: Callable[[], TracedModel] | None, training: bool
+) -> StageGraph:
+    """The graph of all the user's outputs in one mode."""
+    if not training and evaluated is not None:
+        traced, plan = evaluated(), replace(plan, fingerprints={})  # of the training graph, which is another
+    return passes.apply(traced, plan, outputs="all", seed=seed)[0]
+
+
+def _evaluates_otherwise(traced: TracedModel, evaluated: Callable[[], TracedModel]) -> bool:
+    """Whether forward does more in evaluation mode than to leave out dropout."""
+    quiet = passes.copy_graph(traced.graph_module)
+    set_training(quiet, False)
+    return format_graph(passes.canonicalize(quiet).graph) != format_graph(evaluated().graph_module.graph)
 
 
 class _Report:
@@ -149,9 +192,16 @@ def _with_precision(train: TrainSpec | None, model: nn.Module, cluster: ClusterS
     return replace(train, precision="bf16-mixed" if own == "fp32" and cluster.device.kind != "cpu" else own)
 
 
-def _capture(model: nn.Module, example: Any, loss_fn: LossFn | None, precision: str | None) -> TracedModel:
+def _capture(
+    model: nn.Module, example: Any, loss_fn: LossFn | None, precision: str | None, *, training: bool = True
+) -> TracedModel:
+    """The prepared graph for one mode. Modules that the user froze in evaluation mode inside a model that trains stay
+    so; one that is in evaluation mode as a whole is switched as `train()` would."""
+    as_it_is = training and model.training
     dtype = {"bf16-mixed": torch.bfloat16, "fp16": torch.float16}.get(precision or "")
-    return passes.prepare(trace(model, example, loss_fn=loss_fn, parameter_dtype=dtype))
+    return passes.prepare(
+        trace(model, example, loss_fn=loss_fn, parameter_dtype=dtype, training=None if as_it_is else training)
+    )
 
 
 def _example(model: nn.Module, example: Any, train: TrainSpec | None) -> Any:

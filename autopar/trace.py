@@ -49,6 +49,7 @@ def trace(
     *,
     loss_fn: LossFn | None = None,
     parameter_dtype: torch.dtype | None = None,
+    training: bool | None = None,
     repeat_layers: bool = True,
 ) -> TracedModel:
     """Capture `model` called on `example`.
@@ -60,6 +61,7 @@ def trace(
     is the only argument. Only shapes, dtypes and non-tensor values matter; dim 0 of every tensor is the batch, dim 1
     the sequence where it equals that of the first tensor with two dims. Meta tensors will do.
 
+    training: capture in training or in evaluation mode; None as the model is.
     repeat_layers: run equal layers once where that gives the same graph (autopar.repeated_layers); False runs all.
     Raises UnsupportedModelError with module path, reason and remedy.
     """
@@ -69,7 +71,9 @@ def trace(
     leaves = flat_names(arguments)
 
     def export(repeat: bool) -> _Export | None:
-        return _export(model, arguments, leaves, loss_fn, frozenset(names), parameter_dtype, repeat=repeat)
+        return _export(
+            model, arguments, leaves, loss_fn, frozenset(names), parameter_dtype, training=training, repeat=repeat
+        )
 
     found = (export(True) if repeat_layers else None) or export(False)
     assert found is not None
@@ -130,11 +134,14 @@ def _export(
     accepted: frozenset[str],
     parameter_dtype: torch.dtype | None,
     *,
+    training: bool | None,
     repeat: bool,
 ) -> _Export | None:
     """None if layers were repeated that may not be."""
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True, static_shapes=False)
     shell, unknown_buffers = make_shell(model, mode, parameter_dtype)
+    if training is not None:
+        shell.train(training)
     fake, dynamic = _fake_call([v for v in leaves.values() if isinstance(v, torch.Tensor)], mode)
     call = CallShell(shell, loss_fn, accepted, _rebuilder(arguments))
     repeats = Repeats(call) if repeat else None

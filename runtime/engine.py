@@ -45,7 +45,9 @@ class ParallelModule(nn.Module):
 
     stages       one graph per pipeline stage; this rank runs those at its position on pp, and every pp-th after it
     token_count  graph from model inputs to the number of tokens the loss averages over
-    whole        builds the graph with all the user's outputs, for `pm(**batch)`; None under pipeline parallelism
+    whole        `whole(training)` builds the graph with all the user's outputs in training or evaluation mode, for
+                 `pm(**batch)`; None under pipeline parallelism
+    evaluates_otherwise  whether forward in evaluation mode differs by more than dropout: then `step` only trains
     report       renders what was planned and why
     bucket_bytes, overlap    how data-parallel gradients are reduced: together in buckets, under backward or after it
                  (default: as the plan's `overlap` says)
@@ -63,7 +65,8 @@ class ParallelModule(nn.Module):
         stages: tuple[StageGraph, ...],
         *,
         token_count: fx.GraphModule | None,
-        whole: Callable[[], StageGraph] | None,
+        whole: Callable[[bool], StageGraph] | None,
+        evaluates_otherwise: Callable[[], bool] | None = None,
         device: torch.device,
         report: Callable[[], str] | None = None,
         bucket_bytes: int = 25 * 2**20,
@@ -85,8 +88,9 @@ class ParallelModule(nn.Module):
         self._report = report
         # Kept in tuples: nn.Module would list the parameters of a child module under paths of its graph.
         self._graphs: tuple[nn.Module, ...] = tuple(self._local_stage(stage) for stage in self._state.own_stages)
-        self._whole: tuple[WholeForward, ...] = ()
+        self._whole: dict[bool, tuple[WholeForward, frozenset[str]]] = {}  # by mode, with the inputs it takes
         self._build_whole = whole
+        self._evaluates_otherwise = evaluates_otherwise
         self._counter = TokenCounter(None if token_count is None else localize(token_count, {}, {}, device), self.world)
         self._tokens = torch.ones((), device=device)
         self._intake = BatchIntake(traced, plan, self.world, self._counter)
@@ -114,6 +118,12 @@ class ParallelModule(nn.Module):
         if self.traced.loss is None:
             raise AutoparError(
                 "the model returns no loss", where="step", try_="pass labels in the example, or loss_fn to parallelize"
+            )
+        if not self.training and self._evaluates_otherwise is not None and self._evaluates_otherwise():
+            raise AutoparError(
+                "forward runs other code in evaluation mode than in training, which step does not have",
+                where="step",
+                try_="pm(**batch) to evaluate under a plan without pipeline, or pm.train() before",
             )
         return self._observed.step(lambda: self._step(batch, local))
 
@@ -145,7 +155,8 @@ class ParallelModule(nn.Module):
         """
         self._state.copies.follow()
         inputs = self._intake.own_rows(self._intake.numbered(self.traced.signature.bind(args, kwargs)))
-        return self._whole_forward()(inputs)
+        whole, names = self._whole_forward()
+        return whole({name: t for name, t in inputs.items() if name in names})
 
     def optimizer(
         self,
@@ -240,11 +251,11 @@ class ParallelModule(nn.Module):
         self._state.load(state_dict)
 
     def train(self, mode: bool = True) -> ParallelModule:
-        """Dropout on (True) or off."""
+        """Training or evaluation mode: dropout on or off; `pm(...)` runs what the model's forward does in that mode."""
         changed = mode != self.training
         super().train(mode)
         if changed:
-            for graph in (*self._graphs, *(w.graph_module for w in self._whole)):
+            for graph in self._graphs:
                 set_training(graph, mode)
         return self
 
@@ -287,18 +298,20 @@ class ParallelModule(nn.Module):
         self.world.broadcast(total, "pp", self.world.size("pp") - 1)
         return total
 
-    def _whole_forward(self) -> WholeForward:
+    def _whole_forward(self) -> tuple[WholeForward, frozenset[str]]:
         if self._build_whole is None:
             raise AutoparError(
                 "a pipelined model runs by micro-batches only",
                 where="forward",
                 try_="pm.step(batch), or a plan with pp=1",
             )
-        if not self._whole:
-            graph = self._localize(self._build_whole())
+        if self.training not in self._whole:
+            stage = self._build_whole(self.training)
+            graph = self._localize(stage)
             set_training(graph, self.training)
-            self._whole = (WholeForward(graph, self.traced, self.world, self._counter, self._reducer),)
-        return self._whole[0]
+            whole = WholeForward(graph, self.traced, self.world, self._counter, self._reducer)
+            self._whole[self.training] = whole, frozenset(stage.inputs)
+        return self._whole[self.training]
 
     def _new_pipeline(self) -> PipelineRunner | None:
         group = self.world.group("pp")

@@ -73,11 +73,15 @@ class LocalState:
 
     def tensors_of(self, stage: StageGraph) -> dict[str, Tensor]:
         """Attribute path in the stage's graph -> this rank's tensor, in the dtype it computes in."""
-        used = self.copies.of
-        tensors: dict[str, Tensor] = {
-            path: used.get(shard.name, self.parameters[shard.name]) for path, shard in stage.parameters.items()
-        }
+        tensors = {path: self._local(shard) for path, shard in stage.parameters.items()}
         return tensors | {path: self.buffers[self._canonical[name]] for path, name in stage.buffers.items()}
+
+    def _local(self, shard: ParameterShard) -> Tensor:
+        name = shard.name
+        if name in self.parameters:
+            return self.copies.of.get(name, self.parameters[name])
+        position, tp = self._world.position["tp"], self._world.size("tp")  # read in evaluation alone
+        return local_slice(self.buffers[name], shard.placement, position, tp) if tp > 1 else self.buffers[name]
 
     def holders(self, name: str) -> list[int]:
         """Positions on pp that hold a parameter."""

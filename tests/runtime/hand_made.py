@@ -244,7 +244,7 @@ def parallel(
     )
     whole = None
     if degrees.pp == 1:
-        whole = lambda: _stage_graph(_Whole, model, 0, range(LAYERS), degrees.tp, checkpoint)  # noqa: E731
+        whole = lambda training: _stage_graph(_Whole, model, 0, range(LAYERS), degrees.tp, checkpoint)  # noqa: E731
     return ParallelModule(
         model,
         traced,
