@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,16 +18,28 @@ from torch.utils import _pytree as pytree
 
 from autopar.errors import SpecError, nearest
 
-__all__ = ["CallSignature", "call_arguments", "flat_names", "forward_parameters", "graph_name", "register_dataclasses"]
+__all__ = [
+    "CallSignature",
+    "call_arguments",
+    "flat_names",
+    "forward_defaults",
+    "forward_parameters",
+    "graph_name",
+    "register_dataclasses",
+]
 
 
 @dataclass(frozen=True)
 class CallSignature:
-    """Leaves of the captured call by name: `tensors` in graph order, and the frozen `constants`."""
+    """Leaves of the captured call by name: `tensors` in graph order, and the frozen `constants`.
+
+    `defaults` are forward's own: what was captured for arguments that were not given.
+    """
 
     parameters: tuple[str, ...]
     tensors: tuple[str, ...]
     constants: Mapping[str, Any]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Graph inputs by name for one call, whatever order or form the arguments have.
@@ -35,23 +47,7 @@ class CallSignature:
         Raises SpecError if a captured tensor is missing, an unknown one is given, or a constant has changed.
         """
         leaves = flat_names(call_arguments(self.parameters, args, kwargs))
-        for name, value in leaves.items():
-            if isinstance(value, torch.Tensor) or name in self.constants:
-                continue
-            if value is not None:
-                raise SpecError(
-                    f"argument {name!r} was not there when the model was captured",
-                    where="batch",
-                    try_=nearest(name, [*self.tensors, *self.constants]),
-                )
-        for name, value in self.constants.items():
-            given = leaves.get(name, value)
-            if isinstance(given, torch.Tensor) or given != value:
-                raise SpecError(
-                    f"argument {name!r} was captured as {value!r} and is now {_short(given)}",
-                    where="batch",
-                    try_="parallelize again with an example that has the new value",
-                )
+        self._check_constants(leaves)
         have = {name: value for name, value in leaves.items() if isinstance(value, torch.Tensor)}
         missing = [name for name in self.tensors if name not in have]
         extra = [name for name in have if name not in self.tensors]
@@ -64,6 +60,38 @@ class CallSignature:
                 try_="pass the same inputs, or parallelize with an example that has these",
             )
         return {graph_name(name): have[name] for name in self.tensors}
+
+    def _check_constants(self, leaves: Mapping[str, Any]) -> None:
+        """Raise SpecError unless every value that is no tensor is the captured one, given or by default."""
+        captured_names = {leaf.split(".")[0] for leaf in (*self.constants, *self.tensors)}
+        known = {n: v for n, v in self.defaults.items() if n not in captured_names} | dict(self.constants)
+        for name, value in leaves.items():
+            if name not in known and value is not None and not isinstance(value, torch.Tensor):
+                raise SpecError(
+                    f"argument {name!r} was not there when the model was captured",
+                    where="batch",
+                    try_=nearest(name, [*self.tensors, *known]),
+                )
+        for name, captured in known.items():
+            if any(leaf.startswith(f"{name}.") for leaf in leaves):
+                continue  # a container of tensors in place of a default: compared below, leaf by leaf
+            given = leaves.get(name, self.defaults.get(name, _MISSING))
+            if given is captured or (captured is None and isinstance(given, torch.Tensor)):
+                continue  # a tensor that was not there is told with the other tensors
+            if type(given) is not type(captured) or given != captured:
+                raise SpecError(
+                    f"argument {name!r} was captured as {captured!r} and is now {_short(given)}",
+                    where="batch",
+                    try_="parallelize again with an example that has the new value",
+                )
+
+
+class _Missing:
+    def __repr__(self) -> str:
+        return "not given"
+
+
+_MISSING = _Missing()
 
 
 def graph_name(leaf: str) -> str:
@@ -86,6 +114,12 @@ def forward_parameters(model: nn.Module) -> tuple[str, ...]:
     """Names of the parameters of `model.forward` that can be passed by name."""
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return tuple(n for n, p in inspect.signature(model.forward).parameters.items() if p.kind in kinds)
+
+
+def forward_defaults(model: nn.Module) -> dict[str, Any]:
+    """Defaults of the parameters of `model.forward`."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    return {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
 
 
 def flat_names(tree: Any) -> dict[str, Any]:

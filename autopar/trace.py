@@ -17,13 +17,13 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils import _pytree as pytree
 
-from autopar.binding import CallSignature, call_arguments, flat_names, forward_parameters
+from autopar.binding import CallSignature, flat_names, forward_defaults, forward_parameters
 from autopar.blocks import annotate
 from autopar.capture_errors import explain_failure, export_is_quiet, refuse_effects
 from autopar.equal_layers import LayerNumberError
-from autopar.errors import SpecError, UnsupportedModelError
+from autopar.errors import UnsupportedModelError
+from autopar.example_call import example_arguments, fake_call, rebuilder
 from autopar.grad_regions import inline_no_grad
 from autopar.ir import InputSpec, ParameterSpec, TracedModel
 from autopar.opaque_functions import OpaqueCalls
@@ -66,7 +66,7 @@ def trace(
     Raises UnsupportedModelError with module path, reason and remedy.
     """
     start = time.perf_counter()
-    arguments = _arguments(model, example)
+    arguments = example_arguments(model, example)
     names = forward_parameters(model)
     leaves = flat_names(arguments)
 
@@ -96,6 +96,7 @@ def trace(
             parameters=names,
             tensors=tuple(n for n, v in leaves.items() if isinstance(v, torch.Tensor)),
             constants={n: v for n, v in leaves.items() if not isinstance(v, torch.Tensor)},
+            defaults=forward_defaults(model),
         ),
         outputs=outputs,
         out_spec=out_spec,
@@ -142,8 +143,8 @@ def _export(
     shell, unknown_buffers = make_shell(model, mode, parameter_dtype)
     if training is not None:
         shell.train(training)
-    fake, dynamic = _fake_call([v for v in leaves.values() if isinstance(v, torch.Tensor)], mode)
-    call = CallShell(shell, loss_fn, accepted, _rebuilder(arguments))
+    fake, dynamic = fake_call({n: v for n, v in leaves.items() if isinstance(v, torch.Tensor)}, mode)
+    call = CallShell(shell, loss_fn, accepted, rebuilder(arguments))
     repeats = Repeats(call) if repeat else None
     opaque = OpaqueCalls()
     try:
@@ -163,50 +164,6 @@ def _export(
     return _Export(
         program, shell, tuple(unknown_buffers), fake, layers, repeats.user_paths if repeats else (), tuple(notices)
     )
-
-
-def _arguments(model: nn.Module, example: Any) -> dict[str, Any]:
-    if isinstance(example, Mapping) or hasattr(example, "keys"):
-        return {str(k): example[k] for k in example.keys()}  # noqa: SIM118  BatchEncoding is no Mapping
-    positional = example if isinstance(example, Sequence) and not isinstance(example, str) else [example]
-    return call_arguments(forward_parameters(model), positional, {})
-
-
-def _fake_call(tensors: Sequence[torch.Tensor], mode: FakeTensorMode) -> tuple[list[torch.Tensor], list[Any]]:
-    """Fake tensors of the example's shapes and which of their dims are dynamic.
-
-    The batch hint is a small number that no other dim of the example equals: export compares hints when it decides
-    whether two sizes are the same, and an accidental equality would tie the batch to another dim.
-    """
-    if not tensors:
-        raise SpecError("the example holds no tensor", where="example", try_='pass {"input_ids": ..., "labels": ...}')
-    seq = next((t.shape[1] for t in tensors if t.dim() >= 2), None)
-    taken = {size for t in tensors for size in t.shape[1:]}
-    batch = next(n for n in (6, 10, 14, 22, 26, 34) if n not in taken)
-    auto = torch.export.Dim.AUTO
-    fakes, dims = [], []
-    with mode, torch.device("cpu"):
-        for t in tensors:
-            shape = [batch, *t.shape[1:]] if t.dim() else []
-            fakes.append(torch.zeros(shape, dtype=t.dtype, requires_grad=t.requires_grad))
-            dynamic = {0: auto} if t.dim() else {}
-            dims.append(dynamic | ({1: auto} if t.dim() >= 2 and t.shape[1] == seq else {}))
-    return fakes, dims
-
-
-def _rebuilder(arguments: dict[str, Any]) -> Callable[[list[torch.Tensor]], dict[str, Any]]:
-    """The inverse of taking the tensors out of `arguments`."""
-    leaves, spec = pytree.tree_flatten(arguments)
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-
-    def rebuild(tensors: list[torch.Tensor]) -> dict[str, Any]:
-        values = list(leaves)
-        for place, tensor in zip(places, tensors, strict=True):
-            values[place] = tensor
-        rebuilt: dict[str, Any] = pytree.tree_unflatten(values, spec)
-        return rebuilt
-
-    return rebuild
 
 
 def _state(

@@ -104,10 +104,8 @@ def _output(graph: fx.Graph) -> fx.Node:
 def _term(loss: fx.Node) -> _Term:
     """Walk down from the loss through scaling by constants to the op that averages."""
     node = loss
-    while node.op == "call_function" and op_name(node) in _LINEAR and len(node.all_input_nodes) == 1:
-        if op_name(node) in ("mul", "div") and len([a for a in node.args if isinstance(a, fx.Node)]) != 1:
-            break
-        node = node.all_input_nodes[0]
+    while (below := _below_scaling(node)) is not None:
+        node = below
     build = _TERMS.get(op_name(node)) if node.op == "call_function" else None
     term = build(node) if build else None
     if term is None:
@@ -117,6 +115,24 @@ def _term(loss: fx.Node) -> _Term:
             try_=_ADVICE,
         )
     return term
+
+
+def _below_scaling(node: fx.Node) -> fx.Node | None:
+    """What `node` multiplies by a constant, or by a number the batch brings along (`num_items_in_batch`)."""
+    if node.op != "call_function" or op_name(node) not in _LINEAR:
+        return None
+    first = node.args[0]
+    others = [n for n in node.all_input_nodes if n is not first]
+    twice = sum(a is first for a in node.args) > 1
+    return first if isinstance(first, fx.Node) and not twice and all(_is_number(n) for n in others) else None
+
+
+def _is_number(node: fx.Node) -> bool:
+    """A 0-d value computed from 0-d inputs alone: the same for every part of a batch."""
+    if node.op == "placeholder":
+        return bool(node.meta["shape"] == ())
+    computed = node.op == "call_function" and node.meta["shape"] == () and bool(node.all_input_nodes)
+    return computed and all(_is_number(n) for n in node.all_input_nodes)
 
 
 def _argument(node: fx.Node, index: int, name: str, default: Any) -> Any:
