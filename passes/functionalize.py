@@ -54,6 +54,10 @@ def _replace(graph: fx.Graph, node: fx.Node) -> None:
         raise _refusal(node, "has no out-of-place form")
     node.target = getattr(packet, node.target._overloadname)
     value, after = node, node
+    if name == "detach_":  # changes no value, so what was read before stays as it is
+        for user in [u for u in changed.users if node < u]:
+            user.replace_input_with(changed, node)
+        return
     _redirect(changed, value, after)
     while _is_view(changed):
         parent = changed.args[0]
