@@ -7,7 +7,7 @@ import io
 import logging
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import TracebackType
 
 import torch
@@ -97,17 +97,25 @@ def _innermost_module(tb: TracebackType | None, shell: nn.Module) -> str:
     return path
 
 
-def refuse_effects(exported: torch.export.ExportedProgram) -> None:
-    """Raise UnsupportedModelError for what a static graph would silently lose: mutated state, autocast regions."""
-    targets = {s.arg.name: str(s.target) for s in exported.graph_signature.input_specs if s.target is not None}
+def refuse_effects(exported: torch.export.ExportedProgram, inputs: Iterable[str]) -> None:
+    """Raise UnsupportedModelError for what a static graph would silently lose: changed inputs, autocast regions.
+
+    inputs: the user's names of the input tensors, in order.
+    """
+    specs = exported.graph_signature.input_specs
+    targets = {s.arg.name: str(s.target) for s in specs if s.target is not None}
+    kinds = torch.export.graph_signature.InputKind
+    buffers = {s.arg.name for s in specs if s.kind == kinds.BUFFER}
+    given = dict(zip((s.arg.name for s in specs if s.kind == kinds.USER_INPUT), inputs, strict=True))
     for node in exported.graph.nodes:
         _refuse_out(node)
         changed = changed_root(node)
-        if changed is not None:
+        _refuse_running_statistics(node)
+        if changed is not None and changed.name not in buffers:
             name = targets.get(changed.name, "").removeprefix("model.")
             raise UnsupportedModelError(
-                "a buffer is changed in forward" if name else "an input is changed in place",
-                where=name or changed.name,
+                "a parameter is changed in forward" if name else "an input is changed in place",
+                where=name or given[changed.name],
                 try_="keep such state outside the model" if name else "work on a clone of the input",
             )
         if node.op == "call_function" and isinstance(node.target, torch._ops.HigherOrderOperator):
@@ -129,6 +137,16 @@ def _refuse_out(node: fx.Node) -> None:
                 where=module_path(node) or "model",
                 try_="use the result it returns",
             )
+
+
+def _refuse_running_statistics(node: fx.Node) -> None:
+    """batch_norm changes its running statistics unseen; recomputed or cut they would be others."""
+    if node.target is torch.ops.aten.batch_norm.default and node.args[3] is not None and node.args[5] is True:
+        raise UnsupportedModelError(
+            "running statistics are changed in forward",
+            where=module_path(node) or "model",
+            try_="a norm over features (LayerNorm, RMSNorm), or eval() of this module",
+        )
 
 
 def module_path(node: fx.Node) -> str:

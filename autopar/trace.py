@@ -77,7 +77,8 @@ def trace(
 
     found = (export(True) if repeat_layers else None) or export(False)
     assert found is not None
-    refuse_effects(found.program)
+    tensors = tuple(n for n, v in leaves.items() if isinstance(v, torch.Tensor))
+    refuse_effects(found.program, tensors)
 
     parameters, buffers, ties = _state(model)
     graph_module = plain_graph(found.program, model, found.shell, leaves, found.layers)
@@ -94,7 +95,7 @@ def trace(
         inputs=inputs,
         signature=CallSignature(
             parameters=names,
-            tensors=tuple(n for n, v in leaves.items() if isinstance(v, torch.Tensor)),
+            tensors=tensors,
             constants={n: v for n, v in leaves.items() if not isinstance(v, torch.Tensor)},
             defaults=forward_defaults(model),
         ),

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from autopar.blocks import op_name
+from autopar.passes.dead_code import drop_dead_code
 from autopar.passes.functionalize import functionalize
 from autopar.passes.rms_norm_chain import fuse_rms_norms
 from autopar.runtime.losses import cross_entropy_loss
@@ -43,7 +44,7 @@ def canonicalize(graph_module: fx.GraphModule) -> fx.GraphModule:
             _loss_by_token(graph, node)
             _rename(node)
     fuse_rms_norms(graph)
-    graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
+    drop_dead_code(graph)
     graph_module.recompile()
     return graph_module
 

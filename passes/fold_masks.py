@@ -18,6 +18,7 @@ from torch import fx
 
 from autopar.blocks import op_name
 from autopar.ir import InputSpec
+from autopar.passes.dead_code import drop_dead_code
 
 __all__ = ["fold_masks"]
 
@@ -40,7 +41,7 @@ def fold_masks(graph_module: fx.GraphModule, inputs: tuple[InputSpec, ...]) -> f
             verdicts[mask] = _classify(graph_module, mask, inputs)
         if verdicts[mask] != "keep":
             _set_mask(node, causal=verdicts[mask] == "causal")
-    graph_module.graph.eliminate_dead_code(lambda n: n.op in ("placeholder", "output"))
+    drop_dead_code(graph_module.graph)
     graph_module.recompile()
     return graph_module
 

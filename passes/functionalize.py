@@ -1,7 +1,8 @@
 """Replace in-place ops by out-of-place ones. Plan-independent.
 
 before    capture keeps `x.add_(y)`, `x[:, 1:] = y` (slice, copy_) as the model wrote them
-after     `x1 = add(x, y)`; `x1 = slice_scatter(x, copy(slice(x), y))`; later readers of x read x1
+after     `x1 = add(x, y)`; `x1 = slice_scatter(x, copy(slice(x), y))`; later readers of x read x1. A buffer of the
+          model is stored at the end, see buffer_updates
 requires  the contract of autopar.ir
 ensures   no op changes its arguments, so passes may reorder, duplicate and cut. PassError if a tensor that is changed
           stays visible under another name that is read later
@@ -13,6 +14,7 @@ from torch import _ops, fx, ops
 
 from autopar.blocks import op_name
 from autopar.errors import PassError
+from autopar.passes.buffer_updates import store_updates
 
 __all__ = ["functionalize"]
 
@@ -34,9 +36,11 @@ def _is_view(node: fx.Node) -> bool:
 
 def functionalize(graph: fx.Graph) -> None:
     """Rewrite `graph` in place."""
+    buffers: dict[fx.Node, fx.Node] = {}
     for node in list(graph.nodes):
         if node.op == "call_function" and _changes_first_argument(node):
-            _replace(graph, node)
+            _replace(graph, node, buffers)
+    store_updates(graph, buffers)
 
 
 def _changes_first_argument(node: fx.Node) -> bool:
@@ -44,7 +48,8 @@ def _changes_first_argument(node: fx.Node) -> bool:
     return isinstance(target, _ops.OpOverload) and target._schema.is_mutable and op_name(node).endswith("_")
 
 
-def _replace(graph: fx.Graph, node: fx.Node) -> None:
+def _replace(graph: fx.Graph, node: fx.Node, buffers: dict[fx.Node, fx.Node]) -> None:
+    """Make `node` out of place; a buffer it changes is noted in `buffers` with its new value."""
     name = op_name(node)
     packet = getattr(ops.aten, name[:-1], None)
     changed = node.args[0]
@@ -67,7 +72,10 @@ def _replace(graph: fx.Graph, node: fx.Node) -> None:
         after = value
         _redirect(parent, value, after)
         changed = parent
-    if changed.op != "call_function":
+    root = next((b for b, v in buffers.items() if v is changed), changed)  # changed before: its value stands for it
+    if root.op == "get_attr" and not root.meta["grad"]:
+        buffers[root] = value
+    elif changed.op != "call_function":
         raise _refusal(node, "changes an input or a parameter of the model")
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from autopar.blocks import op_name
+from autopar.passes.dead_code import drop_dead_code
 from autopar.runtime.attention import context_attention
 
 __all__ = ["native_gqa"]
@@ -30,7 +31,7 @@ def native_gqa(graph_module: fx.GraphModule) -> fx.GraphModule:
                 if not over_ranks:
                     node.kwargs = {**node.kwargs, "enable_gqa": True}
                 node.meta["wants"] = (node.meta.get("wants") or (None,) * 3)[:3]
-    graph_module.graph.eliminate_dead_code(lambda n: n.op in ("placeholder", "output"))
+    drop_dead_code(graph_module.graph)
     graph_module.recompile()
     return graph_module
 

@@ -16,6 +16,7 @@ from typing import Any
 from torch import fx
 
 from autopar.ir import Segment
+from autopar.passes.dead_code import drop_dead_code
 
 __all__ = ["attribute", "outline", "outline_blocks"]
 
@@ -29,7 +30,7 @@ def outline_blocks(graph_module: fx.GraphModule, segments: Sequence[Segment]) ->
             name = name if name not in taken else f"{name}_{segment.index}"
             taken.add(name)
             _outline(graph_module, segment, name)
-    graph_module.graph.eliminate_dead_code(lambda n: n.op in ("placeholder", "output"))
+    drop_dead_code(graph_module.graph)
     graph_module.recompile()
     return graph_module
 

@@ -14,6 +14,7 @@ from torch import fx
 
 from autopar.errors import PlanMismatchError, nearest
 from autopar.ir import StageGraph, TracedModel
+from autopar.passes.buffer_updates import check_updates
 from autopar.passes.checkpoint_blocks import checkpoint_blocks
 from autopar.passes.context_parallel import context_parallel
 from autopar.passes.insert_collectives import insert_collectives
@@ -68,6 +69,7 @@ def apply(
     _check(traced, plan)
     if plan.degrees.dp * plan.micro_batches > 1 and traced.loss is not None:
         check_rows_apart(traced, loss_term(traced))
+    check_updates(traced, plan)
     graph_module = copy_graph(traced.graph_module)
     names = traced.outputs
     if outputs == "loss":

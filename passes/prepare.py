@@ -10,6 +10,7 @@ from torch import fx
 from autopar.blocks import annotate
 from autopar.cost_model.strategy_table import ops_without_rule
 from autopar.ir import TracedModel
+from autopar.passes.buffer_updates import updated_buffers
 from autopar.passes.canonicalize import canonicalize
 from autopar.passes.fold_masks import fold_masks
 from autopar.plain_graph import graph_module as new_graph_module
@@ -28,7 +29,11 @@ def prepare(traced: TracedModel) -> TracedModel:
 
 
 def _notices(traced: TracedModel) -> list[str]:
-    return [
+    updated = [
+        f"buffer {name} is changed in forward: once for every micro-batch of a step"
+        for name in updated_buffers(traced.graph_module.graph)
+    ]
+    return updated + [
         f"{op} ({count} in the layers) has no sharding rule: it runs replicated over tp, its arguments are gathered"
         for op, count in ops_without_rule(traced).items()
     ]

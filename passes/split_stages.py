@@ -16,6 +16,8 @@ from torch import fx
 
 from autopar.errors import PassError, PlanMismatchError
 from autopar.ir import ParameterShard, Segment, StageGraph, TracedModel
+from autopar.passes.buffer_updates import input_only
+from autopar.passes.dead_code import is_update
 from autopar.passes.outline_blocks import attribute
 from autopar.placement import REPLICATE
 from autopar.plan import Plan
@@ -31,13 +33,16 @@ def split_stages(
     stage_of = stage_of_segments(traced.segments, plan)
     count = len(plan.stages)
     graph = graph_module.graph
-    free = _input_only(graph)
+    free = input_only(graph)
     home = {n: stage_of[n.meta["segment"]] for n in graph.nodes if n.op in ("call_function", "call_module")}
     result = next(n for n in graph.nodes if n.op == "output")
     needs = [_Needs() for _ in range(count)]
     for node, stage in home.items():
         if node not in free:
             _require(node, stage, home, free, needs)
+        elif is_update(node):
+            for every in range(count):  # so that the buffer is the same wherever it is read
+                _require(node, every, home, free, needs)
     for source in result.all_input_nodes:
         _receive(source, count - 1, home, free, needs)
     return tuple(_build(graph_module, traced, s, needs, outputs, result) for s in range(count))
@@ -75,17 +80,6 @@ class _Needs:
     runs: set[fx.Node] = field(default_factory=set)
     receives: dict[fx.Node, None] = field(default_factory=dict)
     sends: dict[fx.Node, None] = field(default_factory=dict)
-
-
-def _input_only(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes computed from model inputs and buffers alone, without gradient: cheaper to repeat than to send."""
-    free: set[fx.Node] = set()
-    for node in graph.nodes:
-        # get_attr and placeholder nodes have no inputs
-        may_repeat = node.op in ("placeholder", "get_attr", "call_function") and not node.meta["grad"]
-        if may_repeat and all(s in free for s in node.all_input_nodes):
-            free.add(node)
-    return free
 
 
 def _require(node: fx.Node, stage: int, home: Mapping[fx.Node, int], free: set[fx.Node], needs: list[_Needs]) -> None:

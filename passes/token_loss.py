@@ -18,6 +18,7 @@ from torch import fx
 from autopar.blocks import op_name
 from autopar.errors import UnsupportedModelError
 from autopar.ir import TracedModel
+from autopar.passes.dead_code import drop_dead_code, is_update
 from autopar.passes.prepare import copy_graph
 from autopar.runtime.losses import cross_entropy_sum
 
@@ -62,6 +63,8 @@ def token_count(traced: TracedModel) -> fx.GraphModule | None:
     if count is None:
         return None
     output.args = (count,)
+    for node in [n for n in graph.nodes if is_update(n)]:
+        graph.erase_node(node)  # counting is no step
     _clean(graph_module)
     for node in list(graph.nodes):
         if node.op == "placeholder" and not node.users:
@@ -240,6 +243,6 @@ _TERMS: dict[str, Callable[[fx.Node], _Term | None]] = {
 
 
 def _clean(graph_module: fx.GraphModule) -> fx.GraphModule:
-    graph_module.graph.eliminate_dead_code(lambda n: n.op in ("placeholder", "output"))
+    drop_dead_code(graph_module.graph)
     graph_module.recompile()
     return graph_module

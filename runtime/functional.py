@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["rms_norm"]
+__all__ = ["rms_norm", "update_buffer"]
 
 
 def rms_norm(
@@ -26,3 +26,9 @@ def rms_norm(
     if unit_offset:
         return (normed * (1.0 + weight.to(dtype))).to(x.dtype)
     return weight * normed.to(x.dtype)
+
+
+def update_buffer(buffer: Tensor, value: Tensor) -> Tensor:
+    """Store `value` in a buffer of the model, as forward does once for every micro-batch; returns the buffer."""
+    with torch.no_grad():
+        return buffer.copy_(value)

@@ -64,7 +64,12 @@ class LocalState:
         self.copies = ComputeCopies({n: p for n, p in self.parameters.items() if not self.divides(n)}, plan)
         used = {s.name for any_stage in stages for s in any_stage.parameters.values()}
         # Buffers are small and may be needed by any stage; parameters outside the graph never get a gradient.
-        self.buffers = {n: t if world.alone else t.detach().to(world.device) for n, t in whole.items() if n not in used}
+        changeable = dict(model.named_buffers())
+        self.buffers = {
+            n: t if world.alone else t.detach().to(world.device, copy=n in changeable)
+            for n, t in whole.items()
+            if n not in used
+        }
         self._order = [name for name in names if name in self.parameters]
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:

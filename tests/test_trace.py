@@ -224,24 +224,6 @@ def test_control_flow_on_values_names_the_module_and_line() -> None:
     assert "torch.where" in caught.value.try_
 
 
-class Counting(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls.add_(1)
-        return self.linear(x).mean()
-
-
-def test_state_changed_in_forward_is_refused() -> None:
-    model = Counting()
-    with pytest.raises(UnsupportedModelError, match="calls: a buffer is changed in forward"):
-        trace(model, {"x": torch.zeros(4, 4)})
-    assert float(model.calls) == 0.0
-
-
 def test_autocast_region_is_refused() -> None:
     class Autocast(_Linear):
         def forward(self, x: Tensor) -> Tensor:

@@ -1,0 +1,104 @@
+"""Buffers that forward changes (counters, running statistics): each is stored once, at the end of the graph.
+
+before    in-place ops on a buffer, wherever the model has them
+after     readers read a copy of the buffer taken at the start, or the new value; `update_buffer` comes last. An update
+          computed from buffers alone has ops of its own for that, so that every stage can do it
+requires  functionalize found the last value of each
+ensures   recomputation neither repeats an update nor sees its result. Updates happen once for every micro-batch
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import fx
+
+from autopar.errors import UnsupportedModelError
+from autopar.ir import TracedModel
+from autopar.passes.dead_code import is_update
+from autopar.plan import Plan
+from autopar.runtime.functional import update_buffer
+
+__all__ = ["check_updates", "input_only", "store_updates", "updated_buffers"]
+
+
+def store_updates(graph: fx.Graph, values: Mapping[fx.Node, fx.Node]) -> None:
+    """Write `values` (buffer -> its last value) back at the end of `graph`, in place."""
+    if not values:
+        return
+    first = next(n for n in graph.nodes if n.op == "call_function")
+    output = next(n for n in reversed(graph.nodes) if n.op == "output")
+    for buffer in values:
+        with graph.inserting_before(first):
+            before = graph.call_function(torch.ops.aten.clone.default, (buffer,))
+        before.meta = {**buffer.meta, "path": ""}
+        for reader in [user for user in buffer.users if user is not before]:
+            reader.replace_input_with(buffer, before)
+    for buffer, value in values.items():
+        with graph.inserting_before(output):
+            new = _again(graph, value) if _reads_no_batch(value) else value
+            update = graph.call_function(update_buffer, (buffer, new))
+        update.meta = {**buffer.meta, "path": ""}
+
+
+def _reads_no_batch(value: fx.Node) -> bool:
+    """Whether `value` is computed from buffers alone."""
+    if value.op != "call_function":
+        return value.op == "get_attr" and not value.meta.get("grad", False)
+    if value.target is torch.ops.aten.sym_size.int:
+        return False  # a micro-batch is smaller than the batch
+    return all(_reads_no_batch(n) for n in value.all_input_nodes)
+
+
+def _again(graph: fx.Graph, value: fx.Node) -> fx.Node:
+    """A copy of `value` and of what it is computed from, outside every module."""
+    copies: dict[fx.Node, fx.Node] = {}
+
+    def copied(node: fx.Node) -> fx.Node:
+        if node.op != "call_function":
+            return node
+        if node not in copies:
+            for source in node.all_input_nodes:
+                copied(source)
+            copies[node] = graph.node_copy(node, copied)
+            copies[node].meta = {**node.meta, "path": ""}
+        return copies[node]
+
+    return copied(value)
+
+
+def updated_buffers(graph: fx.Graph) -> list[str]:
+    return [str(node.args[0].target) for node in graph.nodes if is_update(node)]
+
+
+def input_only(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes computed from model inputs and buffers alone, without gradient: cheaper to repeat than to send."""
+    free: set[fx.Node] = set()
+    for node in graph.nodes:
+        # get_attr and placeholder nodes have no inputs
+        may_repeat = node.op in ("placeholder", "get_attr", "call_function") and not node.meta["grad"]
+        if may_repeat and all(s in free for s in node.all_input_nodes):
+            free.add(node)
+    return free
+
+
+def check_updates(traced: TracedModel, plan: Plan) -> None:
+    """Raise UnsupportedModelError where an update would not be the model's own under `plan`."""
+    parts = plan.degrees.dp * plan.degrees.cp * plan.degrees.pp * plan.micro_batches
+    for node in traced.graph_module.graph.nodes:
+        if not is_update(node):
+            continue
+        name = str(node.args[0].target)
+        if parts > 1 and not _reads_no_batch(node.args[1]):
+            raise UnsupportedModelError(
+                "a buffer is changed in forward by what it sees of the batch: of a part it would see something else",
+                where=name,
+                try_="a plan with dp=1, cp=1, pp=1 and one micro-batch, or such state outside the model",
+            )
+        if plan.virtual_stages > 1:
+            raise UnsupportedModelError(
+                "a buffer is changed in forward, which interleaved stages of one rank would do in turns",
+                where=name,
+                try_="virtual_stages=1",
+            )
