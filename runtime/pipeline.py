@@ -79,20 +79,30 @@ class _Body(nn.Module):
         self.module = stage.module
         self._inputs = {f"input{i}": name for i, name in enumerate(names) if name in stage.inputs}
         self.uncut: dict[str, Tensor] = {}
+        self.runs_micro_batch = False
 
     def forward(self, *received: Tensor, **given: Tensor) -> Any:
         inputs = {name: given[key] for key, name in self._inputs.items() if key in given}
         uncut = {name: self.uncut[name] for name in self._inputs.values() if name in self.uncut}
+        # torch also runs a stage to learn its shapes: that is no micro-batch, and leaves the buffers as they were.
+        kept = [] if self.runs_micro_batch else [(b, b.clone()) for b in self.module.buffers()]
         outputs = self.module(*map(_with_contiguous_gradient, received), **inputs, **uncut)
+        for buffer, value in kept:
+            buffer.detach().copy_(value)
         sent = tuple(t.contiguous() for t in outputs)  # point-to-point sends take contiguous tensors only
         return sent[0] if len(sent) == 1 else sent
 
 
 class _MeasuredStage(PipelineStage):
-    """Takes its compute off the time of the schedule, so that waiting is left, if a clock is attached."""
+    """Takes its compute off the time of the schedule, so that waiting is left, if a clock is attached; tells the body
+    what is a micro-batch."""
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        return _off_the_clock(super().forward_one_chunk, args, kwargs)
+        self.submod.runs_micro_batch = True
+        try:
+            return _off_the_clock(super().forward_one_chunk, args, kwargs)
+        finally:
+            self.submod.runs_micro_batch = False
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         return _off_the_clock(super().backward_one_chunk, args, kwargs)
