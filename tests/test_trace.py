@@ -170,9 +170,9 @@ def test_changed_constant_or_tensors_are_refused() -> None:
     with pytest.raises(SpecError, match="captured as 3 and is now 4"):
         traced.signature.bind((), {"x": torch.rand(2, 4), "scale": 4})
     with pytest.raises(SpecError, match="missing: x"):
-        traced.signature.bind((), {})
+        traced.signature.bind((), {"scale": 3})
     with pytest.raises(SpecError, match="not captured: y"):
-        traced.signature.bind((), {"x": torch.rand(2, 4), "y": torch.rand(2, 4)})
+        traced.signature.bind((), {"x": torch.rand(2, 4), "y": torch.rand(2, 4), "scale": 3})
 
 
 def test_loss_function_outside_the_model_is_captured_with_it() -> None:
