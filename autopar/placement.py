@@ -16,18 +16,34 @@ hold slice r of each third. On a tensor without gradient R and R|P are the same.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 __all__ = ["CONVERSIONS", "PARTIAL", "REPLICATE", "REPLICATE_PARTIAL_GRAD", "Placement", "Shard", "parse_placement"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Placement:
     """One of R, R|P, S(dim[,left]), P; see the module docstring."""
 
     kind: str
     dim: int = -1
     left: int = 1
+    _key: tuple[str, int, int] = field(init=False, repr=False)
+    _hash: int = field(init=False, repr=False)
+
+    # The search compares placements millions of times: the hash is worked out once.
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_key", (self.kind, self.dim, self.left))
+        object.__setattr__(self, "_hash", hash(self._key))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Placement) and self._key == other._key)
+
+    def __reduce__(self) -> tuple[type[Placement], tuple[str, int, int]]:
+        return (Placement, self._key)  # hashes of texts differ between processes
 
     @property
     def is_shard(self) -> bool:

@@ -158,11 +158,14 @@ def _problem(
     for node in tensors:
         builder.add_border(node)
     prices: dict[tuple[fx.Node, Placement, Placement], float | None] = {}
+    roots: dict[fx.Node, fx.Node] = {}
 
     def conversion_us(u: int, have: Placement, wanted: Placement) -> float | None:
         key = (builder.owners[u], have, wanted)
         if key not in prices:
-            prices[key] = _conversion_us(*key, measures, group)
+            if key[0] not in roots:
+                roots[key[0]] = storage_root(key[0])
+            prices[key] = _conversion_us(*key, roots[key[0]], measures, group)
         return prices[key]
 
     return BlockProblem(tuple(builder.nodes), conversion_us), builder.index
@@ -257,12 +260,11 @@ def is_weight(node: fx.Node) -> bool:
 
 
 def _conversion_us(
-    node: fx.Node, have: Placement, wanted: Placement, measures: BlockMeasures, group: GroupCost
+    node: fx.Node, have: Placement, wanted: Placement, root: fx.Node, measures: BlockMeasures, group: GroupCost
 ) -> float | None:
     kinds = CONVERSIONS.get((have.kind, wanted.kind))
     if kinds is None:
         return None
-    root = storage_root(node)
     if is_weight(root) and len(root.meta["shape"]) >= 2 and have.is_shard:
         return None  # stored sharded, used sharded
     if is_weight(node):

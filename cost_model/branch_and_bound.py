@@ -54,6 +54,13 @@ class _Node:
     item: Any = field(compare=False)
 
 
+@dataclass
+class _Waiting:
+    """Settings of a partition by bound, the least last."""
+
+    settings: list[tuple[float, Setting]]
+
+
 def rank(e: Evaluation) -> tuple[Any, ...]:
     """Faster first; equal to nine digits goes to fewer axes (see `Setting.order`)."""
     return (float(f"{e.step_s:.9e}"), e.setting.order)
@@ -75,7 +82,6 @@ class BranchAndBound:
         heapq.heapify(self._queue)
         self.best_of_layout: dict[Layout, Evaluation] = {}
         self.counts = Counts()
-        self.unfit: list[Setting] = []
         self.timed_out = False
         self.proven_s = np.inf
 
@@ -97,7 +103,7 @@ class BranchAndBound:
         own, looks = _layout(best.setting.partition), self.counts.solved + _ALTERNATIVE_LOOKS
         while self._queue and self.counts.solved < looks and not self._is_late():
             node = heapq.heappop(self._queue)
-            layout = _layout(node.item if node.kind != _SETTING else node.item.partition)
+            layout = _layout(node.item if node.kind != _SETTING else node.item.settings[-1][1].partition)
             known = self.best_of_layout.get(layout)
             others = sorted(e.step_s for k, e in self.best_of_layout.items() if k != own)
             if len(others) >= ALTERNATIVES and others[ALTERNATIVES - 1] <= node.bound_s:
@@ -114,7 +120,9 @@ class BranchAndBound:
     def _look(self, node: _Node, cutoff_s: float) -> Evaluation | None:
         """Sharpen a partition's bound, bring in its settings, or solve a setting."""
         if node.kind == _SETTING:
-            return self._solve(node.item, cutoff_s)
+            _, setting = node.item.settings.pop()
+            self._wait(node.item)
+            return self._solve(setting, cutoff_s)
         partition: Partition = node.item
         if node.kind == _ANALYTIC:
             sharper = self._evaluator.rough_bound_s(partition)
@@ -122,14 +130,22 @@ class BranchAndBound:
                 heapq.heappush(self._queue, _Node(sharper, node.order, _PROPORTIONAL, partition))
                 return None
         self.counts.expanded += 1
-        for setting in self._settings_of(partition):
-            self.counts.bounded += 1
-            bound_s = max(node.bound_s, self._evaluator.bound_s(setting))
-            if np.isfinite(bound_s):
-                heapq.heappush(self._queue, _Node(bound_s, setting.order, _SETTING, setting))
-            else:
-                self.unfit.append(setting)
+        settings = self._settings_of(partition)
+        self.counts.bounded += len(settings)
+        waiting = _Waiting([])
+        for setting, exact_s in zip(settings, self._evaluator.bounds_s(settings), strict=True):
+            if np.isfinite(exact_s):
+                waiting.settings.append((max(node.bound_s, exact_s), setting))
+        waiting.settings.sort(key=lambda entry: entry[0])
+        waiting.settings.reverse()
+        self._wait(waiting)
         return None
+
+    def _wait(self, waiting: _Waiting) -> None:
+        """A partition's settings queue as one, under the bound of the first."""
+        if waiting.settings:
+            bound_s, setting = waiting.settings[-1]
+            heapq.heappush(self._queue, _Node(bound_s, setting.order, _SETTING, waiting))
 
     def _solve(self, setting: Setting, cutoff_s: float) -> Evaluation | None:
         self.counts.solved += 1
@@ -137,7 +153,6 @@ class BranchAndBound:
         if found.pipeline is None:
             if not np.isfinite(found.bound_s):
                 self.counts.too_big += 1
-                self.unfit.append(setting)
             return None
         layout = _layout(setting.partition)
         if layout not in self.best_of_layout or rank(found) < rank(self.best_of_layout[layout]):

@@ -278,9 +278,10 @@ def _is_possible_without(
     )
 
 
-def lower_bound(partition: Partition, seconds: float, launches: float) -> float:
+def lower_bound(partition: Partition, seconds: float, launches: float, passes: float | None = None) -> float:
     """Seconds of a step (its straggler factor and overhead aside) that no setting of this partition can beat; `seconds`
-    and `launches` are of one micro-batch on one rank (see `ModelPrices.single_rank_seconds`)."""
+    and `launches` are of one micro-batch on one rank (see `ModelPrices.single_rank_seconds`); `passes`: how often the
+    mean stage counts at least."""
     d = partition.degrees
     whole = (seconds - launches) / (d.tp * d.cp) + launches
-    return partition.micro_batches * whole / d.pp
+    return (passes or partition.micro_batches) * whole / d.pp

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 from autopar.mesh import Degrees
-from autopar.specs import ClusterSpec
+from autopar.specs import ClusterSpec, LinkSpec
 
 __all__ = ["LOCAL_KINDS", "GroupCost", "group_cost"]
 
@@ -66,15 +67,19 @@ class GroupCost:
 
 def group_cost(cluster: ClusterSpec, degrees: Degrees, axis: str) -> GroupCost:
     """Cost of the groups of one mesh axis, ranks numbered as `autopar.mesh` does. The slowest group counts."""
-    size, stride = getattr(degrees, axis), degrees.stride(axis)
+    return _group_cost(cluster.links, getattr(degrees, axis), degrees.stride(axis))
+
+
+@lru_cache(maxsize=65536)
+def _group_cost(links: tuple[LinkSpec, ...], size: int, stride: int) -> GroupCost:
     if size == 1:
         return GroupCost(1, math.inf, 0.0)
     extent = size * stride
     slowest, latency_s, reduces, inner_span = math.inf, 0.0, True, 1
-    for link in cluster.links:
+    for link in links:
         if _fits(extent, inner_span):
             break  # every group lies inside one unit of the level below
-        if stride < link.span or link is cluster.links[-1]:  # else members are further apart than this level reaches
+        if stride < link.span or link is links[-1]:  # else members are further apart than this level reaches
             members_per_unit = max(1, math.gcd(inner_span, extent) // stride)
             slowest = min(slowest, link.bandwidth * link.efficiency * members_per_unit)
             latency_s = max(latency_s, link.latency)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 import numpy as np
@@ -11,8 +11,8 @@ import numpy as np
 from autopar.cost_model.candidates import SEGMENTS, Partition, Setting, lower_bound
 from autopar.cost_model.comm_cost import GroupCost, group_cost
 from autopar.cost_model.constant_table import load_constants
-from autopar.cost_model.memory import Recipe
-from autopar.cost_model.model_prices import ModelPrices
+from autopar.cost_model.memory import Recipe, state_bytes
+from autopar.cost_model.model_prices import BlockPrices, ModelPrices
 from autopar.cost_model.pipeline_ilp import PipelineSolution, prove, solve_pipeline
 from autopar.cost_model.setting_collectives import collectives_of
 from autopar.cost_model.setting_price import TIME_PARTS, SettingPrice
@@ -48,24 +48,27 @@ class Evaluator:
 
     def __init__(
         self, prices: ModelPrices, cluster: ClusterSpec, recipe: Recipe, partitions: list[Partition], pins: Pins,
+        splits_backward: bool = False,
     ) -> None:  # fmt: skip
         self.prices, self.cluster, self.recipe = prices, cluster, recipe
         self.modes = MODES if pins.checkpoint is None else (pins.checkpoint,)
         self.segments = SEGMENTS if pins.checkpoint_segment is None else (pins.checkpoint_segment,)
         self._constants = load_constants().of(cluster.device)
-        self.sizes: dict[int, tuple[Fraction, ...]] = {}
-        for tp in {p.degrees.tp for p in partitions}:
-            mine = {Fraction(p.micro_batch, p.degrees.cp) for p in partitions if p.degrees.tp == tp}
-            self.sizes[tp] = tuple(sorted(mine))
+        self._parameter_count = prices.traced.parameter_count
+        self._whole_s: dict[tuple[int, int, bool, int], float] = {}
+        self._singles: dict[int, tuple[float, float]] = {}
+        self.splits_backward = splits_backward
+        self.degrees_of_tp = sorted({p.degrees.tp for p in partitions})
+
+    def blocks(self, partition: Partition) -> BlockPrices:
+        """Raises InfeasiblePlanError if a pinned placement fits no strategy."""
+        d = partition.degrees
+        group = group_cost(self.cluster, d, "tp")
+        return self.prices.at(d.tp, d.cp, partition.sequence_sharding, partition.micro_batch, group)
 
     def price(self, setting: Setting) -> SettingPrice:
         """Raises InfeasiblePlanError if a pinned placement fits no strategy."""
-        partition = setting.partition
-        d = partition.degrees
-        group = group_cost(self.cluster, d, "tp")
-        blocks = self.prices.at(
-            d.tp, d.cp, partition.sequence_sharding, partition.micro_batch, group, self.sizes.get(d.tp, ())
-        )
+        blocks = self.blocks(setting.partition)
         return SettingPrice(setting, blocks, self.prices, self.cluster, self.recipe, self.modes)
 
     def evaluate(self, setting: Setting, cutoff_s: float = np.inf) -> Evaluation:
@@ -74,17 +77,23 @@ class Evaluator:
         cutoff = price.without_overhead(cutoff_s)
         best, bound_s = None, np.inf
         for segment in self._segments(price):
+            if (segment,) == self.segments[1:2] and not self._could_help(price, cutoff):
+                break
             found = solve_pipeline(price.problem(segment), cutoff_s=cutoff)
             if isinstance(found, float):
                 bound_s = min(bound_s, found)
-                continue
-            if best is None or found.step_s < best.step_s * (1 - 1e-12):
+            elif best is None or found.step_s < best.step_s * (1 - 1e-12):
                 best, cutoff = found, min(cutoff, found.step_s)
-            if price.recomputed_layers(found, "full") == 0 and price.keeps_fastest(found):
-                break  # a longer segment frees memory, and none is missing
         if best is None:
             return Evaluation(setting, None, np.inf, price.with_overhead(bound_s))
         return Evaluation(setting, best, price.with_overhead(best.step_s), price.with_overhead(best.step_s))
+
+    def _could_help(self, price: SettingPrice, cutoff: float) -> bool:
+        """False if even the longest segment at the working set of the shortest were no faster."""
+        problem = price.problem(self.segments[-1])
+        loose = replace(problem, classes=tuple(replace(c, whole_bytes=0.0) for c in problem.classes))
+        found = solve_pipeline(loose, cutoff_s=cutoff)
+        return not isinstance(found, float) and found.step_s < cutoff * (1 - 1e-12)
 
     def _segments(self, price: SettingPrice) -> tuple[int, ...]:
         """Segments make sense for equal layers that can be recomputed whole, and no longer than a stage."""
@@ -122,16 +131,47 @@ class Evaluator:
         return Evaluation(setting, None, np.inf, needed_bytes=needed + self.cluster.device.reserved_bytes,
                           binding_stage=stage)  # fmt: skip
 
-    def bound_s(self, setting: Setting) -> float:
-        """Lower bound of the step in seconds with exact block prices; inf if the parameters alone do not fit."""
-        price = self.price(setting)
-        if price.least_bytes() > self.cluster.device.memory_bytes - self.cluster.device.reserved_bytes:
-            return np.inf
-        return price.with_overhead(price.bound_s())
+    def bounds_s(self, settings: Sequence[Setting]) -> list[float]:
+        """Lower bounds of the step of settings of one partition, in seconds, with exact block prices; inf where the
+        states of the average stage, and what one layer keeps, do not fit."""
+        room = self.cluster.device.memory_bytes - self.cluster.device.reserved_bytes
+        alike: dict[tuple[int, int, str], list[Setting]] = {}
+        for setting in settings:
+            alike.setdefault((setting.zero, setting.zero_group, setting.exchange), []).append(setting)
+        bounds: dict[Setting, float] = {}
+        held, kept = self._held(settings[0].partition)
+        for group in alike.values():
+            if held * self._state_bytes(group[0]) + kept > room:
+                bounds.update(dict.fromkeys(group, np.inf))
+                continue
+            price = self.price(group[0])
+            bounds.update(zip(group, map(price.with_overhead, price.bounds_s(group)), strict=True))
+        return [bounds[s] for s in settings]
+
+    def least_bytes(self, setting: Setting) -> float:
+        """No cut needs less on its fullest rank."""
+        held, kept = self._held(setting.partition)
+        return held * self._state_bytes(setting) + kept
+
+    def _held(self, partition: Partition) -> tuple[float, float]:
+        """Parameters of the mean stage, and bytes that the leanest layer keeps."""
+        blocks, pp = self.blocks(partition), partition.degrees.pp
+        held = sum(n * blocks.layers[c].unit.parameters for c, n in self.prices.repeats.items())
+        held += blocks.prologue.parameters + blocks.epilogue.parameters - (blocks.tied_parameters if pp == 1 else 0.0)
+        return held / pp, min((layer.bytes.saved for layer in blocks.layers.values()), default=0.0)
+
+    def _state_bytes(self, setting: Setting) -> float:
+        return sum(state_bytes(self.recipe, setting.zero, setting.zero_shard, fully_sharded=True).values())
 
     def analytic_bound_s(self, partition: Partition) -> float:
         """Lower bound of the step in seconds from single-rank prices alone."""
-        return self._with_overhead(lower_bound(partition, *self.prices.single_rank_seconds(partition.micro_batch)))
+        whole_s, launches_s = self._single_rank(partition.micro_batch)
+        return self._with_overhead(lower_bound(partition, whole_s, launches_s, self._least_passes(partition)))
+
+    def _single_rank(self, micro_batch: int) -> tuple[float, float]:
+        if micro_batch not in self._singles:
+            self._singles[micro_batch] = self.prices.single_rank_seconds(micro_batch)
+        return self._singles[micro_batch]
 
     def rough_bound_s(self, partition: Partition) -> float:
         """Lower bound in proportion, in seconds, from prices that are known; gets sharper while the search goes on.
@@ -144,12 +184,12 @@ class Evaluator:
         own = Fraction(partition.micro_batch, d.cp)
         group = group_cost(self.cluster, d, "tp")
         best = 0.0
-        for tp in self.sizes:
+        for tp in self.degrees_of_tp:
             if d.tp % tp or (tp != d.tp and not group.scales_from(self._tp_group(partition, tp))):
                 continue
-            for size, cp in self.prices.priced_sizes(tp, sharding):
-                if Fraction(size, cp) >= own:
-                    best = max(best, self._in_proportion(partition, tp, size, cp))
+            known = [key for key in self.prices.priced_sizes(tp, sharding) if Fraction(*key) >= own]
+            if known:  # the nearest size has the highest price per token
+                best = max(best, self._in_proportion(partition, tp, *min(known, key=lambda key: Fraction(*key))))
         return self._with_overhead(best)
 
     def _with_overhead(self, busy_s: float) -> float:
@@ -160,20 +200,26 @@ class Evaluator:
         return group_cost(self.cluster, Degrees(pp=d.pp, cp=d.cp, tp=tp, dp=d.dp * d.tp // tp), "tp")
 
     def _in_proportion(self, partition: Partition, tp: int, size: int, cp: int) -> float:
-        d, sharding = partition.degrees, partition.sequence_sharding
-        blocks = self.prices.at(tp, cp, sharding, size, self._tp_group(partition, tp), self.sizes[tp])
-        repeats = self.prices.repeats()
-        whole_s = sum(repeats[c] * _busy_s(layer.unit) for c, layer in blocks.layers.items())
-        whole_s += _busy_s(blocks.prologue) + _busy_s(blocks.epilogue)
-        share = Fraction(partition.micro_batch * cp, d.cp * size) * Fraction(tp, d.tp)
-        return partition.micro_batches * whole_s * float(share) / d.pp
+        d, key = partition.degrees, (tp, cp, partition.sequence_sharding, size)
+        if key not in self._whole_s:
+            blocks = self.prices.known(*key)
+            whole_s = sum(n * _busy_s(blocks.layers[c].unit) for c, n in self.prices.repeats.items())
+            self._whole_s[key] = whole_s + _busy_s(blocks.prologue) + _busy_s(blocks.epilogue)
+        share = partition.micro_batch * cp * tp / (d.cp * size * d.tp)
+        return self._least_passes(partition) * self._whole_s[key] * share / d.pp
+
+    def _least_passes(self, partition: Partition) -> float:
+        """Times the mean stage counts in any step: micro-batches, and the bubble of the most chunks there can be."""
+        pp, layers = partition.degrees.pp, len(self.prices.traced.layers)
+        chunks = max(1, layers // pp) if len(self.prices.classes) == 1 else 1
+        return partition.micro_batches + (0.0 if self.splits_backward else (pp - 1) / chunks)
 
     def surely_too_big(self, partition: Partition) -> bool:
         """True if no layout and no cut fits: parameters, gradients and optimizer spread evenly over all ranks, and
         beside them what one layer keeps for its backward, exceed the device. (A recomputed layer keeps it too, for as
         long as its backward runs.)"""
         d, device = partition.degrees, self.cluster.device
-        static = self.prices.traced.parameter_count * self.recipe.total_bytes / (d.pp * d.tp * d.dp * d.cp)
+        static = self._parameter_count * self.recipe.total_bytes / (d.pp * d.tp * d.dp * d.cp)
         whole = self.prices.single_rank(partition.micro_batch)
         kept = min((layer.bytes.saved for layer in whole.layers.values()), default=0.0) / (d.cp * d.tp)
         return static + kept > device.memory_bytes - device.reserved_bytes

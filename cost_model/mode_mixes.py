@@ -1,9 +1,8 @@
-"""How the layers of a stage are recomputed: mixes of modes, and of these only what can be optimal.
+"""How the layers of a stage are recomputed: mixes of modes.
 
 A mix says how many layers of each class run in each mode. Of a stage it needs three sums: time, bytes kept per
-micro-batch, and the largest working set of any mode used. A mix that another beats in all three is dropped, which is
-exact whatever the memory, the micro-batches in flight and what else lies on the stage: the mixes of a layer count serve
-all stages.
+micro-batch, and the largest working set of any mode used; they serve all stages. Before the mixes of two classes are
+combined, those that another beats in all three sums are dropped, which is exact.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class LayerClass:
 
 @dataclass(frozen=True)
 class Mixes:
-    """Rows in order of time: seconds, bytes kept per micro-batch, working bytes, layers in each mode of each class."""
+    """A row a mix: seconds, bytes kept per micro-batch, working bytes, layers in each mode of each class."""
 
     time_s: Floats
     kept_bytes: Floats
@@ -79,19 +78,20 @@ def class_mixes(layer: LayerClass, count: int, segment: int = 1, chunks: int = 1
             working = working + np.maximum(longest - 1, 0) * layer.whole_bytes
         kept += units * mode.saved_bytes
         transient = np.maximum(transient, np.where(layers > 0, working, 0.0))
-    time_s = choice @ np.array([mode.time_s for mode in modes])
+    time_s: Floats = choice.astype(np.float64) @ np.array([mode.time_s for mode in modes], dtype=np.float64)
     wide = np.zeros((len(choice), len(layer.modes)), dtype=np.int64)
     wide[:, [layer.modes.index(mode) for mode in modes]] = choice
-    return _pareto(time_s, kept, transient, wide)
+    return Mixes(time_s, kept, transient, wide)
 
 
 def merged(first: Mixes, second: Mixes) -> Mixes:
-    """Mixes of the layers of two classes on one stage."""
+    """Mixes of the layers of two classes on one stage, those that can be optimal."""
+    first, second = _pareto(first), _pareto(second)
     a, b = len(first), len(second)
     left, right = np.repeat(np.arange(a), b), np.tile(np.arange(b), a)
     choice = np.concatenate([first.choice[left], second.choice[right]], axis=1)
-    return _pareto(first.time_s[left] + second.time_s[right], first.kept_bytes[left] + second.kept_bytes[right],
-                   np.maximum(first.transient_bytes[left], second.transient_bytes[right]), choice)  # fmt: skip
+    return Mixes(first.time_s[left] + second.time_s[right], first.kept_bytes[left] + second.kept_bytes[right],
+                 np.maximum(first.transient_bytes[left], second.transient_bytes[right]), choice)  # fmt: skip
 
 
 def _useful(modes: Sequence[LayerMode]) -> list[LayerMode]:
@@ -139,8 +139,9 @@ def _segments(layers: Counts, segment: int, chunks: int) -> Counts:
     return more * -(-(each + 1) // segment) + (chunks - more) * -(-each // segment)
 
 
-def _pareto(time_s: Floats, kept: Floats, transient: Floats, choice: Counts) -> Mixes:
+def _pareto(mixes: Mixes) -> Mixes:
     """Rows that no other equals or beats in all three, by time."""
+    time_s, kept, transient, choice = mixes.time_s, mixes.kept_bytes, mixes.transient_bytes, mixes.choice
     order = np.lexsort((transient, kept, time_s))
     time_s, kept, transient, choice = time_s[order], kept[order], transient[order], choice[order]
     keep = np.zeros(len(order), dtype=np.bool_)

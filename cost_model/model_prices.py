@@ -2,16 +2,17 @@
 
 Layout re-use over micro-batches (a micro-batch of 1 over cp 2 is half a one): for a fixed layout the cost is affine in
 the tokens of a rank, so the least cost is concave in them, and a layout that is optimal at two sizes is optimal between
-them. A second size is therefore solved at the far end of the range, and sizes between two that agree are not solved. (A
-roofline kink of a weight-bound matmul is not affine; it moves an op's price, not which letter it shards.)
+them. Sizes between two that agree are therefore not solved. (A roofline kink of a weight-bound matmul is not affine; it
+moves an op's price, not which letter it shards.)
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import cached_property
 
 import torch
 from torch import fx
@@ -27,17 +28,15 @@ from autopar.cost_model.compute import Machine
 from autopar.cost_model.memory import LayerBytes
 from autopar.cost_model.op_facts import ElementSizes
 from autopar.cost_model.pipeline_ilp import PipelineSolution
-from autopar.cost_model.propagation import propagate
 from autopar.cost_model.run_price import attention_over_context
 from autopar.cost_model.sharding_rules import LOSSES
 from autopar.cost_model.solver import SolverPolicy
 from autopar.cost_model.step_price import Unit
-from autopar.cost_model.strategy_table import strategy_table
-from autopar.errors import InfeasiblePlanError, PlanMismatchError
+from autopar.cost_model.strategy_table import attention_over_sequence, strategy_table
+from autopar.errors import InfeasiblePlanError
 from autopar.ir import Segment, TracedModel
-from autopar.mesh import Degrees
 from autopar.placement import Placement, Shard, parse_placement
-from autopar.plan import Plan, match_path
+from autopar.plan import match_path
 
 __all__ = ["BlockPrices", "LayerPrice", "ModelPrices", "SolverCounts"]
 
@@ -106,7 +105,6 @@ class ModelPrices:
         self.policy = policy or SolverPolicy()
         captured = max(traced.parameters.values(), key=lambda p: p.numel).dtype
         self._sizes = sizes = ElementSizes(captured, activation)
-        self._cut: dict[int, bool] = {}
         self.counts = SolverCounts()
         self.classes: dict[str, Segment] = {}
         for segment in traced.layers:
@@ -132,7 +130,8 @@ class ModelPrices:
 
     def strategies(self, tp: int) -> Mapping[fx.Node, Sequence[NodeStrategy]]:
         if tp not in self._tables:
-            table = strategy_table(self.traced, tp, self.seq_len)
+            wanted = {n.meta["segment"] for block in (*self.blocks.values(), self.glue) for n in block.nodes}
+            table = strategy_table(self.traced, tp, self.seq_len, segments=wanted)
             self._tables[tp] = {n: [(s.inputs, s.output) for s in rows] for n, rows in table.items()}
         return self._tables[tp]
 
@@ -154,25 +153,17 @@ class ModelPrices:
     def exchanges(self, cp: int, tp: int) -> tuple[str, ...]:
         """Kinds of attention over a sequence cut over cp that run: none if some attention needs all keys on a rank (a
         mask, dropout) or an op cannot be cut; all-to-all needs heads for every rank."""
-        if cp not in self._cut:
-            self._cut[cp] = self._sequence_can_be_cut(cp)
-        if not self._cut[cp]:
+        if not self._cuts_keys:
             return ()
         pairs = [h for node in self._attentions() for h in (_heads_of(node, 0), _heads_of(node, 1))]
         spread = all(h % tp == 0 and h // tp % cp == 0 for h in pairs)
         return ("ring", "all-gather", "all-to-all") if spread else ("ring", "all-gather")
 
-    def _sequence_can_be_cut(self, cp: int) -> bool:
-        attentions = self._attentions()
-        if not attentions:
-            return False
-        stages = (tuple(s.path for s in self.traced.layers),)
-        plan = Plan(degrees=Degrees(cp=cp), global_batch=1, seq_len=self.seq_len, micro_batch=1, stages=stages)
-        try:
-            strategies = propagate(self.traced, plan, axis="cp").strategy
-        except PlanMismatchError:
-            return False
-        return all(n in strategies and strategies[n].inputs[1] == Shard(2) for n in attentions)
+    @cached_property
+    def _cuts_keys(self) -> bool:
+        """True if every attention has a kernel that goes round the ranks for its keys."""
+        found = [attention_over_sequence(n) for n in self._attentions()]
+        return bool(found) and all(options and options[0].inputs[1] == Shard(2) for options in found)
 
     def _attentions(self) -> list[fx.Node]:
         return [n for block in (*self.blocks.values(), self.glue) for n in block.nodes if op_name(n) == _SDPA]
@@ -191,7 +182,7 @@ class ModelPrices:
         """(seconds, kernel launches in seconds) of forward and backward of the whole model on one rank: the analytic
         lower bound of any layout over tp ranks is (seconds - launches) / tp + launches."""
         price = self.single_rank(micro_batch)
-        repeats = self.repeats()
+        repeats = self.repeats
         total = sum(repeats[c] * _compute_s(layer.unit) for c, layer in price.layers.items())
         total += _compute_s(price.prologue) + _compute_s(price.epilogue)
         launches = 0.0
@@ -204,26 +195,21 @@ class ModelPrices:
         """Prices without any sharding."""
         return self.at(1, 1, False, micro_batch, GroupCost(1, float("inf"), 0.0))
 
-    def repeats(self) -> dict[str, int]:
+    @cached_property
+    def repeats(self) -> Mapping[str, int]:
         """Layers of each class."""
-        counts: dict[str, int] = defaultdict(int)
-        for segment in self.traced.layers:
-            counts[segment.class_id] += 1
-        return counts
+        return Counter(segment.class_id for segment in self.traced.layers)
 
-    def at(
-        self, tp: int, cp: int, sequence_sharding: bool, micro_batch: int, group: GroupCost,
-        sizes: tuple[Fraction, ...] = (),
-    ) -> BlockPrices:  # fmt: skip
-        """Prices; `sizes` are all micro-batches over cp the search may ask for (ascending), for layout re-use.
-
-        Raises InfeasiblePlanError if a pinned placement fits no strategy.
-        """
+    def at(self, tp: int, cp: int, sequence_sharding: bool, micro_batch: int, group: GroupCost) -> BlockPrices:
+        """Prices; `group` is the tp group. Raises InfeasiblePlanError if a pinned placement fits no strategy."""
         key = (tp, cp, sequence_sharding, micro_batch)
         if key not in self._prices:
-            own = Fraction(micro_batch, cp)
-            self._prices[key] = self._price(tp, cp, sequence_sharding, micro_batch, group, sizes or (own,))
+            self._prices[key] = self._price(tp, cp, sequence_sharding, micro_batch, group)
         return self._prices[key]
+
+    def known(self, tp: int, cp: int, sequence_sharding: bool, micro_batch: int) -> BlockPrices:
+        """Prices that `at` has given before."""
+        return self._prices[tp, cp, sequence_sharding, micro_batch]
 
     def priced_sizes(self, tp: int, sequence_sharding: bool) -> list[tuple[int, int]]:
         """(micro-batch, cp) whose prices are known."""
@@ -231,13 +217,11 @@ class ModelPrices:
             (size, cp) for degree, cp, sharding, size in self._prices if (degree, sharding) == (tp, sequence_sharding)
         ]
 
-    def _price(
-        self, tp: int, cp: int, sp: bool, micro_batch: int, group: GroupCost, sizes: tuple[Fraction, ...]
-    ) -> BlockPrices:
+    def _price(self, tp: int, cp: int, sp: bool, micro_batch: int, group: GroupCost) -> BlockPrices:
         layout: Layout = {}
         for block in (self.glue, *self.blocks.values()):
             fixed = {n: s[1] for n, s in layout.items() if n.op == "get_attr"} | self._pins
-            layout |= self._layout(block, tp, cp, sp, micro_batch, group, sizes, fixed)
+            layout |= self._layout(block, tp, cp, sp, micro_batch, group, fixed)
 
         def work(name: str, nodes: Sequence[fx.Node]) -> BlockWork:
             measures = self.measures(name, micro_batch, cp)
@@ -302,13 +286,13 @@ class ModelPrices:
 
     def _layout(
         self, block: Block, tp: int, cp: int, sp: bool, micro_batch: int, group: GroupCost,
-        sizes: tuple[Fraction, ...], fixed: Mapping[fx.Node, Placement],
+        fixed: Mapping[fx.Node, Placement],
     ) -> Layout:  # fmt: skip
         if tp == 1:
             return replicated(block.nodes)
         known, own = self._layouts[block.name, tp, sp], Fraction(micro_batch, cp)
         if own not in known:
-            ends = _around(own, sizes, known)
+            ends = _around(own, known)
             for size in ends:
                 if size not in known:
                     known[size] = self._solve(block, tp, sp, size, group, fixed)
@@ -337,14 +321,12 @@ class ModelPrices:
         return layout
 
 
-def _around(size: Fraction, sizes: tuple[Fraction, ...], known: Mapping[Fraction, Layout]) -> tuple[Fraction, ...]:
-    """Sizes whose layouts decide `size`: itself at first, then the nearest solved ones at both sides, or the end of the
-    range where there is none yet."""
-    if not known:
-        return (size,)
-    below = [s for s in known if s < size] or [min(*sizes, size)]
-    above = [s for s in known if s > size] or [max(*sizes, size)]
-    return tuple(dict.fromkeys((max(below), min(above))))
+def _around(size: Fraction, known: Mapping[Fraction, Layout]) -> tuple[Fraction, Fraction]:
+    """Sizes whose layouts decide `size`: the nearest solved ones at both sides, or itself where there is none yet."""
+    return (
+        max((s for s in known if s < size), default=size),
+        min((s for s in known if s > size), default=size),
+    )
 
 
 def _compute_s(unit: Unit) -> float:

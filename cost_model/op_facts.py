@@ -65,7 +65,7 @@ def is_view(node: fx.Node) -> bool:
     if name == "contiguous":
         return op_name(source) not in ("transpose", "permute", "expand", "t")
     if name in ("reshape", "flatten"):  # copies only what an expand repeated
-        return not bool(numel(node.meta["shape"]) != numel(_root(source).meta["shape"]) and _expanded(source))
+        return not (_expanded(source) and numel(node.meta["shape"]) != numel(_root(source).meta["shape"]))
     return name in _VIEWS
 
 

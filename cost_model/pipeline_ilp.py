@@ -205,13 +205,13 @@ def _useful_columns(table: StageTable, found: PipelineSolution) -> list[_Column]
     """Columns that some cut no worse than `found` may use: bound by its own time as the bottleneck, the least sum of a
     cut through it, and the least tail."""
     problem = table.problem
-    m, v, stages = problem.micro_batches, problem.virtual_stages, range(len(problem.stages))
-    tails = np.stack([table.tails_of(s) for s in stages])
-    least_tail_s = float(np.where(np.isfinite(table.times), tails, np.inf).min(axis=1).max())
+    m, v = problem.micro_batches, problem.virtual_stages
     least_slowest_s = float(table.times.min(axis=1).max())
     through = least_sum_through(table, table.times - table.put_off_s)
     slowest = np.maximum(np.where(np.isfinite(table.times), table.times, 0.0), least_slowest_s)
-    rest = (m - 1 / v) * slowest + through / v + np.maximum(tails, least_tail_s)
+    rest = (m - 1 / v) * slowest + through / v
+    tails = table.tails_where(rest <= found.step_s * (1 + 1e-12))
+    rest = rest + np.maximum(tails, float(tails.min(axis=1).max()))
     keep = rest <= found.step_s * (1 + 1e-12)
     for s, (i, j) in enumerate(found.runs):
         keep[s, table.number(i, j)] = True

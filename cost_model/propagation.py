@@ -167,6 +167,10 @@ def _named(node: fx.Node, plan: Plan, table: StrategyTable) -> Strategy | None:
 
 def _default(node: fx.Node, walk: _Walk, result: Propagation) -> Strategy:
     options = _using_weights_as_stored(node, walk.table[node], result)
+    if walk.axis == "cp" and node.all_input_nodes and all(n.op == "get_attr" for n in node.all_input_nodes):
+        # A transposed weight: its gradient may be partial as the weight's own may, summed once a step.
+        partial = [s for s in options if s.output.kind == "R|P" and all(p is None or p.kind == "R|P" for p in s.inputs)]
+        options = tuple(partial) or options
     # Over cp a gradient that is partial costs nothing more: parameters are summed over dp once a step in any case.
     free = walk.axis == "cp"
     inputs = node.all_input_nodes

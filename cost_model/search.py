@@ -131,7 +131,7 @@ class _Run:
         )  # fmt: skip
         self.partitions = enumerate_partitions(cluster.num_devices, self.global_batch, self.seq_len, self.limits, pins)
         held = recipe(self.precision, train.optimizer, cluster.stack.gradient_dtype)
-        self.evaluator = Evaluator(self.prices, cluster, held, self.partitions, pins)
+        self.evaluator = Evaluator(self.prices, cluster, held, self.partitions, pins, self.limits.splits_backward)
         fit = [p for p in self.partitions if not self.evaluator.surely_too_big(p)]
         self.bounds = {p: self.evaluator.analytic_bound_s(p) for p in fit}
         self.space = BranchAndBound(self.evaluator, self.bounds, self._settings, self.deadline_s)
@@ -170,7 +170,7 @@ class _Run:
                 frugal[partition.degrees] = max(
                     self._settings(partition), key=lambda s: (s.zero, s.zero_shard, -s.virtual_stages)
                 )
-        near = sorted(frugal.values(), key=lambda s: self.evaluator.price(s).least_bytes())
+        near = sorted(frugal.values(), key=lambda s: self.evaluator.least_bytes(s))
         found = [self.evaluator.lacking(s) for s in near[:_FRUGAL]]
         nearest = min(found, key=lambda e: (e.needed_bytes, e.setting.order))
         missing, s = nearest.needed_bytes - device.memory_bytes, nearest.setting
@@ -212,7 +212,7 @@ class _Run:
 
     def _useful_forward_flops(self, setting: Setting) -> float:
         """Model flops of one micro-batch's forward over the whole model (a backward counts twice it)."""
-        repeats = self.prices.repeats()
+        repeats = self.prices.repeats
         total = 0.0
         for block in (*self.prices.blocks.values(), self.prices.glue):
             sizes = self.prices.measures(block.name, setting.micro_batch).sizes.values()

@@ -59,6 +59,7 @@ class SettingPrice:
         self.state = memory.state_bytes(recipe, setting.zero, setting.zero_shard, fully_sharded=True)
         self._modes = modes
         self._parts: dict[tuple[int, str], dict[str, float]] = {}
+        self._tails: dict[tuple[bool, bool, tuple[int, ...]], float] = {}
         self.send_s = self.step.send_s(blocks.border_bytes)
         self.ends = [(0, blocks.prologue), (self.pp - 1, blocks.epilogue)]
 
@@ -82,27 +83,39 @@ class SettingPrice:
             self._parts[index, mode] = self.step.layer(self.classes[index].unit, mode)
         return self._parts[index, mode]
 
-    def bound_s(self) -> float:
-        """Lower bound of the step in seconds without overhead: stages of equal time, every layer in its fastest mode,
-        the least tail of stages with equal parameters."""
-        m, v, pp = self.m, self.setting.virtual_stages, self.pp
-        repeats = list(self.prices.repeats().values())
+    def bounds_s(self, settings: Sequence[Setting]) -> list[float]:
+        """Lower bounds of the step in seconds without overhead, for settings that differ from this one in schedule and
+        chunks only: stages of equal time, every layer in its fastest mode, the least tail of stages with equal
+        parameters."""
+        m, pp, repeats = self.m, self.pp, list(self.prices.repeats.values())
         fastest = [
             min(sum(self.layer_parts(i, mode).values()) for mode in self.modes_of(i)) for i in range(len(self.classes))
         ]
         units = [(n, layer.unit) for n, layer in zip(repeats, self.classes, strict=True)]
         whole_s = sum(n * t for n, t in zip(repeats, fastest, strict=True))
-        whole_s += sum(sum(self.step.end(unit).values()) for _, unit in self.ends) + pp * self.send_s
+        whole_s += sum(sum(self.step.end(unit).values()) for _, unit in self.ends)
         slowest_s = whole_s / pp
         if self.equal_layers:
-            slowest_s = max(slowest_s, math.ceil(repeats[0] / pp) * fastest[0] + self.send_s)
-        put_off_s = 2 * sum(n * self.step.weights_s(unit) for n, unit in [*units, *((1, u) for _, u in self.ends)])
-        forward_s = sum(n * (u.price.forward_s + u.price.forward_communication_s) for n, u in units) / pp
-        backward_s = sum(n * (u.price.backward_s + u.price.backward_communication_s) for n, u in units) / pp
+            slowest_s = max(slowest_s, math.ceil(repeats[0] / pp) * fastest[0])
+        tail_s = self._least_tail_s(units)
+        split_s = 2 * self._all_weights_s(units) if any(s.schedule == "zero-bubble" for s in settings) else 0.0
+        send_s = self.send_s / self.setting.virtual_stages
+        found = []
+        for setting in settings:
+            v, late_s = setting.virtual_stages, split_s if setting.schedule == "zero-bubble" else 0.0
+            flow_s = whole_s + pp * send_s * v - late_s
+            found.append((m - 1 / v) * (slowest_s + send_s * v) + flow_s / v + tail_s + late_s / pp)
+        return found
+
+    def _least_tail_s(self, units: list[tuple[int, Unit]]) -> float:
+        forward_s = sum(n * (u.price.forward_s + u.price.forward_communication_s) for n, u in units) / self.pp
+        backward_s = sum(n * (u.price.backward_s + u.price.backward_communication_s) for n, u in units) / self.pp
         held = sum(n * u.parameters for n, u in units) + sum(u.parameters for _, u in self.ends)
-        held -= self.blocks.tied_parameters if pp == 1 else 0.0
-        tail_s = self.step.least_tail_s(held / pp, forward_s, backward_s) + put_off_s / pp
-        return (m - 1 / v) * slowest_s + (whole_s - put_off_s) / v + tail_s
+        held -= self.blocks.tied_parameters if self.pp == 1 else 0.0
+        return self.step.least_tail_s(held / self.pp, forward_s, backward_s)
+
+    def _all_weights_s(self, units: list[tuple[int, Unit]]) -> float:
+        return sum(n * self.step.all_weights_s(unit) for n, unit in [*units, *((1, u) for _, u in self.ends)])
 
     def end_units(self, stage: int) -> Iterator[Unit]:
         return (unit for here, unit in self.ends if here == stage)
@@ -120,6 +133,13 @@ class SettingPrice:
         step_tp_s = sum(n * p.step_communication_s for n, p in units)
         step_tp_s += sum(unit.price.step_communication_s for unit in self.end_units(stage))
         return self.step.tail(self.parameters(stage, counts), forward_s, backward_s, step_tp_s)
+
+    def _tail_s(self, stage: int, counts: tuple[int, ...]) -> float:
+        """Stages between the first and the last are alike."""
+        key = (stage == 0, stage == self.pp - 1, counts)
+        if key not in self._tails:
+            self._tails[key] = sum(self.tail_parts(stage, counts).values())
+        return self._tails[key]
 
     def time_parts(self, solution: PipelineSolution) -> dict[str, float]:
         """Step time by part, read off the slowest stage; what the others make it wait is bubble."""
@@ -213,14 +233,6 @@ class SettingPrice:
 
     # --- the pipeline problem -----------------------------------------------------------------------------------------
 
-    def least_bytes(self) -> float:
-        """No cut needs less on its fullest rank: states of the average stage, what one layer keeps."""
-        held = sum(
-            n * layer.unit.parameters for n, layer in zip(self.prices.repeats().values(), self.classes, strict=True)
-        )
-        held += sum(unit.parameters for _, unit in self.ends) - (self.blocks.tied_parameters if self.pp == 1 else 0.0)
-        return held / self.pp * sum(self.state.values()) + min((c.bytes.saved for c in self.classes), default=0.0)
-
     @property
     def most_layers(self) -> int:
         """Layers of the largest stage (chunk) there can be."""
@@ -236,7 +248,7 @@ class SettingPrice:
             stages=tuple(self.stage_cost(s) for s in range(self.pp)),
             micro_batches=self.m,
             memory_bytes=device.memory_bytes - device.reserved_bytes,
-            tail_s=lambda stage, counts: sum(self.tail_parts(stage, counts).values()),
+            tail_s=self._tail_s,
             virtual_stages=self.setting.virtual_stages,
             segment=segment,
         )

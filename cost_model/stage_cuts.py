@@ -42,34 +42,48 @@ def _sweep(table: StageTable, cutoff_s: float) -> tuple[float, Cut | None]:
     """The best cut of the table as it stands."""
     problem = table.problem
     m, v = problem.micro_batches, problem.virtual_stages
-    stages = range(len(problem.stages))
     times = table.times
     if m > 1:  # a stage that alone is slower than the cutoff is in no cut of use
         times = np.where((m - 1 / v) * times <= cutoff_s, times, np.inf)
-    flows = times - table.put_off_s
-    tails = np.stack([table.tails_of(s) for s in stages])
-    least_tail_s = float(np.where(np.isfinite(times), tails, np.inf).min(axis=1).max())
-    free_s, _ = _shortest(table, flows)
+    free_s = float(_reach(table, times - table.put_off_s)[-1][-1])
     if not np.isfinite(free_s):
-        return (np.inf if np.array_equal(times, table.times) else cutoff_s * (1 + 1e-9)), None
+        return (np.inf if np.array_equal(times, table.times) else _above(cutoff_s)), None
+    levels = _levels(table, times, times - table.put_off_s)
+    if (m - 1 / v) * levels[0] + free_s / v > cutoff_s:
+        return (m - 1 / v) * levels[0] + free_s / v, None
+    if np.isfinite(cutoff_s):  # what no cut within the cutoff can use needs no tail
+        slowest = np.maximum(np.where(np.isfinite(times), times, 0.0), levels[0])
+        times = np.where((m - 1 / v) * slowest + free_s / v <= cutoff_s, times, np.inf)
+    best_s, best = _best_under_levels(table, times, levels, free_s)
+    return (best_s, best) if best is not None else (_above(cutoff_s), None)
+
+
+def _above(cutoff_s: float) -> float:
+    """A bound that says no more than that the cutoff is missed."""
+    return cutoff_s * (1 + 1e-9)
+
+
+def _best_under_levels(table: StageTable, times: Floats, levels: Floats, free_s: float) -> tuple[float, Cut | None]:
+    """The best cut, by rising bounds on the slowest stage and falling ones on the tail."""
+    m, v = table.problem.micro_batches, table.problem.virtual_stages
+    flows, tails = times - table.put_off_s, table.tails_where(np.isfinite(times))
+    least_tail_s = float(tails.min(axis=1).max())
     best_s, best = np.inf, None
-    levels = _levels(table, times, flows)
     for level in levels:
         if (m - 1 / v) * level + free_s / v + least_tail_s >= best_s:
             break
-        allowed, sum_s = times <= level, np.inf
+        allowed, first = times <= level, True
         while True:
             sum_s, cut = _shortest(table, np.where(allowed, flows, np.inf))
             if cut is None or (m - 1 / v) * levels[0] + sum_s / v + least_tail_s >= best_s:
                 break
-            picked = [table.number(i, j) for i, j in cut]
-            latest_s = max(float(tails[s, k]) for s, k in zip(stages, picked, strict=True))
-            value_s = (m - 1 / v) * max(float(times[s, k]) for s, k in zip(stages, picked, strict=True))
-            value_s += sum_s / v + latest_s
+            picked = [(s, table.number(i, j)) for s, (i, j) in enumerate(cut)]
+            latest_s = max(float(tails[entry]) for entry in picked)
+            value_s = (m - 1 / v) * max(float(times[entry]) for entry in picked) + sum_s / v + latest_s
             if value_s < best_s:
                 best_s, best = value_s, cut
-            allowed = allowed & (tails < latest_s)
-        if sum_s <= free_s * (1 + 1e-15) and np.array_equal(allowed, times <= level):
+            allowed, first = allowed & (tails < latest_s), False
+        if first and sum_s <= free_s * (1 + 1e-15):
             break
     return best_s, best
 
@@ -128,10 +142,13 @@ def _advance(table: StageTable, before: Floats, costs: Floats) -> Floats:
     after = np.full(total + 1, np.inf)
     if table.problem.is_uniform:
         usable = np.flatnonzero(np.isfinite(costs))
-        for number in usable if len(usable) < total else range(len(costs)):
-            n = int(number) + table.least
-            np.minimum(after[n:], before[: total + 1 - n] + costs[number], out=after[n:])
-        return after
+        if len(usable) == 0:
+            return after
+        low, high = int(usable[0]), int(usable[-1]) + 1
+        padded = np.concatenate([np.full(len(costs) - 1 + table.least, np.inf), before])
+        shifted = padded[table.shifts[low:high]]
+        least_sum: Floats = (shifted + costs[low:high, None]).min(axis=0)
+        return least_sum
     through = before[:, None] + np.where(table.ids >= 0, costs[table.ids], np.inf)
     least: Floats = through.min(axis=0)
     return least

@@ -97,7 +97,7 @@ def price_stage(
     fits = memory <= problem.memory_bytes
     if not fits.any():
         return None
-    row = int(np.argmax(fits))  # rows come in order of time
+    row = int(np.lexsort((memory, np.where(fits, mixes.time_s, np.inf)))[0])
     own = problem.stages[stage]
     time_s = own.time_s + float(mixes.time_s[row])
     put_off_s = own.put_off_s + sum(n * c.put_off_s for n, c in zip(counts, problem.classes, strict=True))
@@ -136,12 +136,15 @@ class StageTable:
                     counts = tuple(int(n) for n in prefix[j] - prefix[i])
                     self.ids[i, j] = known.setdefault(counts, len(known))
         self.counts = list(known)
+        # [k, j]: where layer j - n stands in an array that begins with as many blanks as the largest stage has layers
+        self.shifts = np.arange(len(known))[::-1, None] + np.arange(total + 1) if problem.is_uniform else self.ids
         self._mixes: dict[int, Mixes] = {}
         self._prices: dict[tuple[int, int], StagePrice | None] = {}
         self._fill(np.array(self.counts, dtype=np.float64).reshape(len(self.counts), len(problem.classes)))
 
     def _fill(self, counts: Floats) -> None:
-        """Lower bounds: every layer in its fastest mode; infinite where even the least of each figure is too much."""
+        """Lower bounds: every layer in its fastest mode, bytes that are missing freed at the best rate of any mode;
+        infinite where even the least of each figure is too much."""
         problem = self.problem
 
         def each(figure: Callable[[LayerClass], float]) -> Floats:
@@ -161,18 +164,29 @@ class StageTable:
         kept = flight * (glue + counts @ np.array([m.saved_bytes for m in fast], dtype=np.float64))
         transient = np.max(np.where(counts > 0, np.array([m.transient_bytes for m in fast]), 0.0), axis=1, initial=0.0)
         working = np.maximum(own(lambda s: s.transient_bytes), transient)
+        missing = flight * (glue + counts @ np.array([m.saved_bytes for m in fast], dtype=np.float64)) - room
+        rate = min(map(self._least_s_per_byte, problem.classes, fast), default=0.0)
+        self.times += np.maximum(0.0, missing) / flight * rate * (1 - 1e-9)
         self.times[hopeless] = np.inf
         plain = problem.segment == 1 or all(m.name != "full" for m in fast)
         self.exact = hopeless | ((static + kept + working <= problem.memory_bytes) & plain)
         self.tails = np.full(self.times.shape, np.nan)
 
-    def tails_of(self, stage: int) -> Floats:
-        """Seconds after the last backward, put-off weight gradients included, by id."""
-        if np.isnan(self.tails[stage]).any():
-            own = [self.problem.tail_s(stage, counts) for counts in self.counts]
-            self.tails[stage] = np.array(own) + self.put_off_s[stage]
-        row: Floats = self.tails[stage]
-        return row
+    def _least_s_per_byte(self, layer: LayerClass, fast: LayerMode) -> float:
+        """Seconds that any mode takes more than the fastest, for each byte it keeps less: what freeing a byte costs."""
+        rates = []
+        for mode in layer.modes:
+            saved = mode.saved_bytes / (self.problem.segment if mode.name == "full" else 1)
+            if saved < fast.saved_bytes:
+                rates.append((mode.time_s - fast.time_s) / (fast.saved_bytes - saved))
+        return min(rates, default=0.0)
+
+    def tails_where(self, wanted: npt.NDArray[np.bool_]) -> Floats:
+        """[stage, id]: seconds after the last backward, put-off weight gradients included; inf where not wanted."""
+        for s, k in np.argwhere(wanted & np.isnan(self.tails)):
+            self.tails[s, k] = self.problem.tail_s(int(s), self.counts[k]) + self.put_off_s[s, k]
+        found: Floats = np.where(wanted, self.tails, np.inf)
+        return found
 
     def mixes(self, number: int) -> Mixes:
         if number not in self._mixes:
@@ -185,8 +199,7 @@ class StageTable:
         for s in range(len(own)):
             if not self.exact[s, number]:
                 fits = mix_memory(self.problem, s, self.counts[number], mixes) <= self.problem.memory_bytes
-                best = float(mixes.time_s[int(np.argmax(fits))]) if fits.any() else np.inf
-                self.times[s, number] = own[s].time_s + best
+                self.times[s, number] = own[s].time_s + float(mixes.time_s.min(where=fits, initial=np.inf))
                 self.exact[s, number] = True
 
     def price(self, stage: int, number: int) -> StagePrice | None:

@@ -195,7 +195,11 @@ class StepPrice:
 
     def weights_s(self, unit: Unit) -> float:
         """Weight gradients of a unit, which zero-bubble puts off."""
-        return _shares(unit.work, self.machine).weights_s if self.layout.schedule == "zero-bubble" else 0.0
+        return self.all_weights_s(unit) if self.layout.schedule == "zero-bubble" else 0.0
+
+    def all_weights_s(self, unit: Unit) -> float:
+        """Weight gradients of a unit."""
+        return _shares(unit.work, self.machine).weights_s
 
     def _tp_again_s(self, unit: Unit, mode: str) -> float:
         """Communication over tp that recomputation repeats: op-level modes keep sums behind products, not gathers."""

@@ -9,7 +9,7 @@ without a pattern: heads of q, k and v seen backwards through view and split are
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -23,7 +23,15 @@ from autopar.cost_model.structural_rules import structural_rule
 from autopar.ir import Dim, Shape, TracedModel
 from autopar.placement import PARTIAL, REPLICATE, REPLICATE_PARTIAL_GRAD, Placement, Shard
 
-__all__ = ["Strategy", "StrategyTable", "ops_without_rule", "strategies_of_graph", "strategy_table", "tensor_arguments"]
+__all__ = [
+    "Strategy",
+    "StrategyTable",
+    "attention_over_sequence",
+    "ops_without_rule",
+    "strategies_of_graph",
+    "strategy_table",
+    "tensor_arguments",
+]
 
 R, RP = REPLICATE, REPLICATE_PARTIAL_GRAD
 
@@ -42,12 +50,14 @@ class Strategy:
 StrategyTable: TypeAlias = Mapping[fx.Node, tuple[Strategy, ...]]
 
 
-def strategy_table(traced: TracedModel, ranks: int, seq_len: int, axis: str = "tp") -> StrategyTable:
+def strategy_table(
+    traced: TracedModel, ranks: int, seq_len: int, axis: str = "tp", segments: Container[int] | None = None
+) -> StrategyTable:
     """Strategies of every tensor node of `traced` over `ranks` of a mesh axis; layers of one class share the work.
 
     Over tp anything may be split but the batch (dp's) and the sequence of queries; over cp the sequence alone.
     seq_len: the tokens of a sequence, which its degree has to divide. Parameters and inputs are listed
-    with what they can be; graph inputs are replicated over tp.
+    with what they can be; graph inputs are replicated over tp. segments: those whose nodes are wanted, default all.
     """
     table: dict[fx.Node, tuple[Strategy, ...]] = {}
     first_of_class: dict[str, tuple[list[fx.Node], dict[fx.Node, tuple[Strategy, ...]]]] = {}
@@ -56,6 +66,8 @@ def strategy_table(traced: TracedModel, ranks: int, seq_len: int, axis: str = "t
         table[node] = tuple(dict.fromkeys((*table.get(node, ()), *options)))  # a tied weight has users in two segments
 
     for segment, nodes in zip(traced.segments, traced.nodes_by_segment(), strict=True):
+        if segments is not None and segment.index not in segments:
+            continue
         if segment.class_id not in first_of_class:
             local = strategies_of_graph(nodes, ranks, {traced.seq: seq_len}, axis)
             first_of_class[segment.class_id] = (nodes, local)
@@ -65,7 +77,8 @@ def strategy_table(traced: TracedModel, ranks: int, seq_len: int, axis: str = "t
                 if there in local and (here is node or here.op == "get_attr"):
                     offer(here, local[there])
     for node in traced.graph_module.graph.nodes:
-        if node.op in ("placeholder", "get_attr") and node.meta["shape"] is not None:
+        wanted = segments is None or node.meta["segment"] in segments
+        if wanted and node.op in ("placeholder", "get_attr") and node.meta["shape"] is not None:
             table.setdefault(node, _source_strategies(node, ranks))
     return table
 
@@ -104,7 +117,7 @@ def strategies_of_graph(
     shards = _fixpoint(relations, _seeds(relations, axis), splits)
     table = {n: _strategies(n, relation, shards, splits) for n, relation in relations.items()}
     if axis == "cp":
-        table |= {n: (*table[n], *_attention_over_sequence(n)) for n in relations if op_name(n) in _ATTENTION}
+        table |= {n: (*table[n], *attention_over_sequence(n)) for n in relations if op_name(n) in _ATTENTION}
     for node in relations:
         for source in tensor_arguments(node):
             if source.op == "get_attr" and source not in table:
@@ -165,7 +178,7 @@ _HEADS = {"scaled_dot_product_attention": 1, "matmul": 1, "bmm": 0}
 _ATTENTION = ("scaled_dot_product_attention",)
 
 
-def _attention_over_sequence(node: fx.Node) -> tuple[Strategy, ...]:
+def attention_over_sequence(node: fx.Node) -> tuple[Strategy, ...]:
     """Queries cut over the sequence. Without a mask keys may be cut too (the kernel goes round the ranks); with one, or
     with dropout, every rank has all keys and its rows of the mask."""
     tensors = tensor_arguments(node)
