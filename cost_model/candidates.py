@@ -25,7 +25,6 @@ __all__ = [
     "settings_of",
 ]
 
-HYBRID = False
 SEGMENTS = (1, 2, 4, 8)
 """Layers recomputed together; a longer segment keeps little less and needs the working set of all its layers."""
 
@@ -40,6 +39,7 @@ class ModelLimits:
     equal_layers          layers of one class: a rank may hold several chunks
     splits_backward       zero-bubble runs: parameters computed in their own dtype, none frozen
     heads                 numbers of attention heads, for messages
+    spans                 devices that each level of the network joins
     """
 
     layers: int
@@ -48,6 +48,7 @@ class ModelLimits:
     equal_layers: bool = True
     splits_backward: bool = False
     heads: tuple[int, ...] = ()
+    spans: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -176,7 +177,7 @@ def settings_of(partition: Partition, limits: ModelLimits, pins: Pins) -> list[S
     exchanges = limits.exchanges(d.cp, d.tp) if d.cp > 1 else ("ring",)
     found = []
     for schedule, chunks in _schedules(partition, limits, pins):
-        for zero, group in _zero_levels(d, pins):
+        for zero, group in _zero_levels(d, limits.spans, pins):
             if zero and schedule == "zero-bubble" and d.pp > 1:
                 continue  # FSDP would reduce before the split backward has made weight gradients
             for exchange in exchanges:
@@ -189,7 +190,7 @@ def count_settings(partition: Partition, limits: ModelLimits, pins: Pins) -> int
     """Number of `settings_of`."""
     d = partition.degrees
     kinds = [k for k in limits.exchanges(d.cp, d.tp) if pins.context_parallel in (None, k)] if d.cp > 1 else ["ring"]
-    levels = list(_zero_levels(d, pins))
+    levels = list(_zero_levels(d, limits.spans, pins))
     whole = sum(zero == 0 for zero, _ in levels)
     schedules = [schedule for schedule, _ in _schedules(partition, limits, pins)]
     split = schedules.count("zero-bubble")
@@ -221,16 +222,27 @@ def _schedules(partition: Partition, limits: ModelLimits, pins: Pins) -> Iterato
     yield from (("interleaved", chunks) for chunks in range(2, most + 1) if asked("interleaved", chunks))
 
 
-def _zero_levels(degrees: Degrees, pins: Pins) -> Iterator[tuple[int, int]]:
+def _zero_levels(degrees: Degrees, spans: tuple[int, ...], pins: Pins) -> Iterator[tuple[int, int]]:
     """(level, dp ranks that share a sharded copy; 0: all)."""
     if degrees.dp * degrees.cp == 1:
         yield (pins.zero or 0), 0
         return
     for zero in (0, 1, 2, 3) if pins.zero is None else (pins.zero,):
-        groups = [0, *divisors(degrees.dp)[1:-1]] if zero and HYBRID else [0]
-        for group in groups:
-            if pins.zero_group in (None, group) or pins.zero_group == degrees.dp:
-                yield zero, group
+        if pins.zero_group is None:
+            yield from ((zero, group) for group in (0, *(_hybrid_groups(degrees, spans) if zero else ())))
+        elif pins.zero_group in (0, degrees.dp):
+            yield zero, 0
+        elif zero and degrees.dp % pins.zero_group == 0:
+            yield zero, pins.zero_group
+
+
+def _hybrid_groups(degrees: Degrees, spans: tuple[int, ...]) -> Iterator[int]:
+    """Groups that fill a level of the network: within a level a larger group holds less and takes hardly longer."""
+    inner = degrees.tp * degrees.cp
+    for span in spans:
+        group = span // inner
+        if span % inner == 0 and 1 < group < degrees.dp and degrees.dp % group == 0:
+            yield group
 
 
 def _heads_text(heads: tuple[int, ...]) -> str:

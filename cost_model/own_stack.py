@@ -25,5 +25,6 @@ def own_traits(stack: StackSpec, recipe: Recipe, zero: int) -> StackTraits:
         fully_sharded=True,
         loss="own",
         keeps_gathered=True,
+        sums_replicas_once=True,
         scatters_stage_outputs=False,
     )

@@ -127,7 +127,7 @@ class _Run:
         self.prices = ModelPrices(traced, machine, COMPUTE_DTYPES[self.precision], self.seq_len, pins.modules, policy)
         self.limits = ModelLimits(
             len(traced.layers), self.prices.tp_is_legal, self.prices.exchanges, len(self.prices.classes) == 1,
-            self._splits_backward(), self.prices.heads(),
+            self._splits_backward(), self.prices.heads(), tuple(link.span for link in cluster.links),
         )  # fmt: skip
         self.partitions = enumerate_partitions(cluster.num_devices, self.global_batch, self.seq_len, self.limits, pins)
         held = recipe(self.precision, train.optimizer, cluster.stack.gradient_dtype)

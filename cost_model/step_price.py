@@ -50,6 +50,7 @@ class StackTraits:
     """Declared properties of a software stack, see constants/stacks.toml.
 
     keeps_gathered          ZeRO 2 gathers parameters once a step, not each micro-batch
+    sums_replicas_once      hybrid shards are summed over their copies once a step, not each micro-batch
     scatters_stage_outputs  a replicated stream is cut over tp for the way between stages and gathered behind it
     """
 
@@ -72,6 +73,7 @@ class StackTraits:
     keeps_stage_outputs: bool = False
     spare_gradient_bytes: float = 0
     keeps_gathered: bool = False
+    sums_replicas_once: bool = False
     scatters_stage_outputs: bool = True
 
 
@@ -248,7 +250,7 @@ class StepPrice:
             return 0.0
         price = unit.price
         gather_s = self.shard_group.seconds("all_gather", unit.parameters * self._gather_bytes)
-        reduce_s = self._scatter_s(unit.parameters)
+        reduce_s = self._scatter_s(unit.parameters, 0.0 if self.traits.sums_replicas_once else 1.0)
         forward_s = price.forward_s + price.forward_communication_s
         backward_s = price.backward_s + price.backward_communication_s + again_s
         in_forward = 0.0 if zero == 2 and self.traits.keeps_gathered else gather_s
@@ -283,8 +285,11 @@ class StepPrice:
         behind_backward_s, behind_forward_s = (backward_s, forward_s) if self.hides_dp else (0.0, 0.0)
         gather_s = self.shard_group.seconds("all_gather", parameters * self._gather_bytes)
         if zero >= 2:
-            kept = zero == 2 and traits.keeps_gathered
-            return exposed_reduction_s(gather_s, behind_forward_s) if kept else 0.0
+            exposed_s = exposed_reduction_s(gather_s, behind_forward_s) if zero == 2 and traits.keeps_gathered else 0.0
+            if traits.sums_replicas_once:
+                sum_s = share * self._between_replicas_s(parameters)
+                exposed_s += exposed_reduction_s(sum_s, behind_backward_s)
+            return exposed_s
         if zero == 0:
             reduce_bytes = parameters * traits.reduce_bytes
             reduce_s = self.shard_group.seconds("all_reduce", reduce_bytes)
@@ -300,10 +305,12 @@ class StepPrice:
         return self.traits.fp8_gather_bytes if self.layout.fp8 else self.traits.gather_bytes
 
     def _scatter_s(self, parameters: float, share: float = 1.0) -> float:
-        reduce_bytes = parameters * self.traits.reduce_bytes
-        shares = max(1, self.layout.zero_shard)
-        between_s = share * self.replica_group.seconds("all_reduce", reduce_bytes / shares)
-        return self.shard_group.seconds("reduce_scatter", reduce_bytes) + between_s
+        inside_s = self.shard_group.seconds("reduce_scatter", parameters * self.traits.reduce_bytes)
+        return inside_s + share * self._between_replicas_s(parameters)
+
+    def _between_replicas_s(self, parameters: float) -> float:
+        shards = max(1, self.layout.zero_shard)
+        return self.replica_group.seconds("all_reduce", parameters * self.traits.reduce_bytes / shards)
 
     # --- the step -----------------------------------------------------------------------------------------------------
 

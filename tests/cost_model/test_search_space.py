@@ -30,7 +30,7 @@ PINS = [
     "dp=4 zero=1", "dp=2 zero=2 tp=2", "dp=2 cp=2 zero=3", "pp=2 schedule=interleaved", "pp=2 virtual_stages=2 zero=1",
     "pp=2 schedule=zero-bubble", "pp=4 schedule=zero-bubble checkpoint=full", "checkpoint=selective",
     "checkpoint=selective-ops tp=2", "checkpoint=full checkpoint_segment=2 pp=2", "pp=2 schedule=gpipe dp=2",
-    "tp=2 sp=true cp=2", "pp=4 microbatch=2",
+    "dp=4 zero=3 zero_group=2", "tp=2 sp=true cp=2", "pp=4 microbatch=2",
 ]  # fmt: skip
 
 
