@@ -3,9 +3,9 @@
 Contract of the graph (`TracedModel.graph_module`), on which search and passes rely:
 
 - placeholders are the user's tensor inputs, by name; parameters, buffers and lifted constants are `get_attr` nodes
-whose
-  target is the original dotted name (a tied parameter is one node under its canonical name);
-- every op is a `call_function` of an ATen overload or of a function in `autopar.runtime.functional`;
+  whose target is the original dotted name (a tied parameter is one node under its canonical name);
+- every op is a `call_function` of an ATen overload, of one of another library, of a function in
+  `autopar.runtime.functional`, or of an `autopar.opaque_functions.OpaqueFunction`;
 - every node has in `meta`:
     shape    tuple of int or sympy.Expr in `TracedModel.batch` and `.seq` (global, never local), None for non-tensors;
              a tuple of such tuples for an op with several outputs

@@ -27,10 +27,9 @@ def check_model(traced: TracedModel, seq_len: int) -> None:
         )
     if not traced.layers:
         raise UnsupportedModelError(
-            "no layers were found. A layer is a member of an nn.ModuleList or nn.Sequential that holds at least two "
-            "weight matrices and runs once, after the one before it",
+            "no layers were found. A layer is a part of forward that multiplies by a weight matrix, not by an embedding",
             where="model",
-            try_="keep the repeated blocks in one nn.ModuleList and call them in its order",
+            try_="torch's DistributedDataParallel, which needs no plan",
         )
     _check_positions(traced, seq_len)
 
