@@ -27,7 +27,7 @@ def check_model(traced: TracedModel, seq_len: int) -> None:
         )
     if not traced.layers:
         raise UnsupportedModelError(
-            "no layers were found. A layer is a part of forward that multiplies by a weight matrix, not by an embedding",
+            "no layers were found. A layer is a part of forward that multiplies by a weight matrix",
             where="model",
             try_="torch's DistributedDataParallel, which needs no plan",
         )
