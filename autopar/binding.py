@@ -21,6 +21,7 @@ from autopar.errors import SpecError, nearest
 __all__ = [
     "CallSignature",
     "call_arguments",
+    "check_rows",
     "flat_names",
     "forward_defaults",
     "forward_parameters",
@@ -84,6 +85,19 @@ class CallSignature:
                     where="batch",
                     try_="parallelize again with an example that has the new value",
                 )
+
+
+def check_rows(example: Mapping[str, torch.Tensor], where: str) -> None:
+    """Raise SpecError unless every tensor has a row for each sequence, or no dims: others cannot be cut."""
+    rows = {name: int(t.shape[0]) for name, t in example.items() if t.dim()}
+    first = max(rows, key=lambda name: example[name].dim() >= 2, default="")
+    for name, count in rows.items():
+        if count != rows[first]:
+            raise SpecError(
+                f"input {name} has {count} rows and {first} has {rows[first]}: it cannot be cut into micro-batches",
+                where=where,
+                try_="one row for each sequence (expand, or build it in forward from inputs that have one)",
+            )
 
 
 class _Missing:

@@ -10,7 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from autopar.binding import call_arguments, forward_parameters
+from autopar.binding import call_arguments, check_rows, forward_parameters
 from autopar.errors import SpecError
 
 __all__ = ["example_arguments", "fake_call", "rebuilder"]
@@ -33,7 +33,7 @@ def fake_call(example: Mapping[str, torch.Tensor], mode: FakeTensorMode) -> tupl
     tensors = list(example.values())
     if not tensors:
         raise SpecError("the example holds no tensor", where="example", try_='pass {"input_ids": ..., "labels": ...}')
-    _check_rows(example)
+    check_rows(example, "example")
     seq = next((t.shape[1] for t in tensors if t.dim() >= 2), None)
     taken = {size for t in tensors for size in t.shape[1:]}
     batch = next(n for n in (6, 10, 14, 22, 26, 34) if n not in taken)
@@ -46,19 +46,6 @@ def fake_call(example: Mapping[str, torch.Tensor], mode: FakeTensorMode) -> tupl
             dynamic = {0: auto} if t.dim() else {}
             dims.append(dynamic | ({1: auto} if t.dim() >= 2 and t.shape[1] == seq else {}))
     return fakes, dims
-
-
-def _check_rows(example: Mapping[str, torch.Tensor]) -> None:
-    """Every tensor has a row for each sequence, or none at all: others cannot be cut into micro-batches."""
-    rows = {name: int(t.shape[0]) for name, t in example.items() if t.dim()}
-    first = max(rows, key=lambda name: example[name].dim() >= 2, default="")
-    for name, count in rows.items():
-        if count != rows[first]:
-            raise SpecError(
-                f"input {name} has {count} rows and {first} has {rows[first]}: it cannot be cut into micro-batches",
-                where="example",
-                try_="one row for each sequence (expand, or build it in forward from inputs that have one)",
-            )
 
 
 def rebuilder(arguments: dict[str, Any]) -> Callable[[list[torch.Tensor]], dict[str, Any]]:

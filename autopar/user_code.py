@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from autopar.binding import check_rows, flat_names
 from autopar.errors import SpecError, UnsupportedModelError, nearest
 
 __all__ = ["call_example", "call_factory", "error_text", "load_factory", "users_place", "with_rows"]
@@ -115,6 +116,7 @@ def with_rows(given: Any, batch: int | None, seq: int | None, name: str) -> dict
     Tensors made on meta become ones, legal as an id and as a mask: only shapes of those mean anything.
     """
     inputs = _inputs(given, "the example is neither a dict of inputs nor a function (batch, seq) -> dict", name)
+    check_rows({key: t for key, t in flat_names(inputs).items() if isinstance(t, Tensor)}, name)
 
     def sized(key: str, value: Any) -> Any:
         if not isinstance(value, Tensor):

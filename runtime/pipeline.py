@@ -98,11 +98,13 @@ class _MeasuredStage(PipelineStage):
     what is a micro-batch."""
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        self.submod.runs_micro_batch = True
+        body = self.submod
+        assert isinstance(body, _Body)
+        body.runs_micro_batch = True
         try:
             return _off_the_clock(super().forward_one_chunk, args, kwargs)
         finally:
-            self.submod.runs_micro_batch = False
+            body.runs_micro_batch = False
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         return _off_the_clock(super().backward_one_chunk, args, kwargs)

@@ -10,6 +10,7 @@ import torch
 
 from autopar.errors import AutoparError
 from autopar.models import ModelSource, resolve
+from autopar.user_code import with_rows
 
 FILE = """\
 import torch
@@ -96,3 +97,9 @@ def test_planning_reads_shapes_only(own: Callable[[str], ModelSource]) -> None:
     assert example["ids"].shape == (4, 5)
     assert not example["ids"].is_meta
     assert example["pair"][0].shape == (4,)
+
+
+def test_an_input_with_other_rows_is_refused_and_not_repeated() -> None:
+    given = {"ids": torch.zeros(2, 6), "packed": {"offsets": torch.zeros(5)}, "scale": torch.tensor(1.0)}
+    with pytest.raises(AutoparError, match=r"packed\.offsets has 5 rows and ids has 2: it cannot be cut"):
+        with_rows(given, 4, None, "py:own:fixed")
