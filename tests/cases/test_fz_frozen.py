@@ -111,7 +111,11 @@ def _parity() -> list[str]:
     split = plans.megatron("tiny_gpt", two, schedule="zero-bubble")
     looped = plans.megatron("tiny_gpt", two, micro_batch=2, schedule="interleaved", virtual_stages=2)
     wanted: dict[Any, list[Plan]] = {
-        qwen2_lora: [_lora_plan(Degrees(tp=2)), *(_lora_plan(Degrees(dp=2), zero) for zero in (0, 1, 3))],
+        qwen2_lora: [
+            _lora_plan(Degrees(tp=2)),
+            *(_lora_plan(Degrees(dp=2), zero) for zero in (0, 1, 2, 3)),
+            _lora_plan(Degrees(pp=2)),
+        ],
         first_stage_frozen: [plain, looped],
         last_stage_frozen: [plain, split, looped],
         only_last_block: [plain, looped],

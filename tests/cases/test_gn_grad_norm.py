@@ -26,11 +26,11 @@ pytestmark = pytest.mark.distributed
 NORMS = (2.0, 1.0, math.inf, 3.0)
 
 
-def _clip(model: Any, batch: Any, degrees: Degrees, max_norm: float) -> None:
+def _clip(model: Any, batch: Any, degrees: Degrees, max_norm: float, norms: Any = NORMS, **changes: Any) -> None:
     traced = prepare(trace(model, batch))
     name = "gpt2" if degrees.pp > 1 else "qwen3"
-    pm = build(copy.deepcopy(model), traced, plans.megatron(name, degrees, micro_batch=2))
-    for norm_type in NORMS:
+    pm = build(copy.deepcopy(model), traced, plans.megatron(name, degrees, micro_batch=2).replace(**changes))
+    for norm_type in norms:
         reference = copy.deepcopy(model)
         reference(**batch).loss.backward()
         expected = torch.nn.utils.get_total_norm([p.grad for p in reference.parameters()], norm_type)
@@ -55,6 +55,9 @@ def _clip(model: Any, batch: Any, degrees: Degrees, max_norm: float) -> None:
 def _gn_01_and_04() -> None:
     for degrees in (Degrees(tp=4), Degrees(tp=2, dp=2), Degrees(cp=2, tp=2)):
         _clip(models.qwen3_tiny(), models.default_batch(), degrees, 0.1)
+    # Neighbours: two copies of two shards, and shards beside what tp replicates.
+    _clip(models.qwen3_tiny(), models.default_batch(), Degrees(dp=4), 0.1, (2.0,), zero=3, zero_group=2)
+    _clip(models.qwen3_tiny(), models.default_batch(), Degrees(dp=2, tp=2), 0.1, (2.0,), zero=2)
 
 
 def test_gn_01_gn_04_replicated_parameters_count_once_and_torchs_own_clip_is_refused() -> None:
