@@ -146,6 +146,11 @@ class Plan:
     def checkpoint_mode(self, layer_path: str) -> str:
         return str(_lookup(self.checkpoint, layer_path, "none"))
 
+    @property
+    def shards_sequence(self) -> bool:
+        """Whether the residual stream is sharded over tp; not where tp does not divide what a cp rank holds of it."""
+        return self.sequence_sharding and self.degrees.tp > 1 and self.seq_len // self.degrees.cp % self.degrees.tp == 0
+
     def replace(self, **changes: Any) -> Plan:
         return replace(self, **changes)
 

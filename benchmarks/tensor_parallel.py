@@ -1,15 +1,12 @@
 """Step time of the rewritten tp=2 graph against torch's own parallelize_module, on the same model, kernel and ranks.
 
 Two gloo processes on this machine; rounds of both are interleaved in one run, and the medians' ratio is what counts
-(targets: 0.85, and 0.95 with sequence sharding). Collectives and their bytes are counted on both sides.
-
-    python benchmarks/tensor_parallel.py [--rounds 15] [--json]
+(targets: 0.85, and 0.95 with sequence sharding). Collectives and their bytes are counted on both sides. Run by
+rewrite_overhead.py.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -20,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -145,14 +142,14 @@ def _by_dtensor(sequence_sharding: bool) -> tuple[Callable[[], Tensor], nn.Modul
     for block in model.blocks:
         layout: dict[str, Any] = {**columns, **rows}
         if sequence_sharding:
-            gather = {"input_layouts": (Shard(1),), "desired_input_layouts": (_replicate(),)}
+            gather = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
             layout |= {"norm1": SequenceParallel(), "norm2": SequenceParallel()}
             layout |= {"attention": PrepareModuleInput(**gather), "mlp": PrepareModuleInput(**gather)}
         parallelize_module(block, mesh, layout)
     if sequence_sharding:
-        whole = {"use_local_output": True, "output_layouts": Shard(1), "input_layouts": _replicate()}
+        whole = {"use_local_output": True, "output_layouts": Shard(1), "input_layouts": Replicate()}
         parallelize_module(model, mesh, {"embed": RowwiseParallel(**whole)})
-        parallelize_module(model, mesh, {"head": ColwiseParallel(input_layouts=Shard(1), output_layouts=_replicate())})
+        parallelize_module(model, mesh, {"head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())})
 
     def step() -> Tensor:
         loss: Tensor = model(**batch)
@@ -160,12 +157,6 @@ def _by_dtensor(sequence_sharding: bool) -> tuple[Callable[[], Tensor], nn.Modul
         return loss.detach()
 
     return step, model
-
-
-def _replicate() -> Any:
-    from torch.distributed.tensor import Replicate
-
-    return Replicate()
 
 
 def _measure(rounds: int, sequence_sharding: bool) -> dict[str, Any]:
@@ -180,8 +171,8 @@ def _measure(rounds: int, sequence_sharding: bool) -> dict[str, Any]:
             step()
         module.zero_grad(set_to_none=True)
         result[name] |= {"collectives": counted.number, "bytes": counted.bytes}
-    for _ in range(rounds):
-        for name, (step, module) in sides.items():
+    for turn in range(rounds):
+        for name, (step, module) in list(sides.items())[:: 1 if turn % 2 == 0 else -1]:
             dist.barrier()
             start = time.perf_counter()
             step()
@@ -190,16 +181,14 @@ def _measure(rounds: int, sequence_sharding: bool) -> dict[str, Any]:
     return result
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+def compare(rounds: int) -> dict[str, dict[str, Any]]:
+    """By layout: medians in seconds, their ratio; [rewritten, parallelize_module] collectives and megabytes of a step;
+    the difference of the first losses."""
     table = {}
     for sequence_sharding in (False, True):
-        first = run_ranks(2, _measure, options.rounds, sequence_sharding, timeout_s=600)[0]
+        first = run_ranks(2, _measure, rounds, sequence_sharding, timeout_s=600)[0]
         medians = {name: statistics.median(side["times"]) for name, side in first.items()}
-        table["tp + sequence sharding" if sequence_sharding else "tp"] = {
+        table["tp=2, sequence sharding" if sequence_sharding else "tp=2"] = {
             "rewritten_s": medians["rewritten"],
             "parallelize_module_s": medians["parallelize_module"],
             "ratio": medians["rewritten"] / medians["parallelize_module"],
@@ -207,17 +196,4 @@ def main() -> None:
             "megabytes": [first[name]["bytes"] / 1e6 for name in medians],
             "loss_difference": abs(first["rewritten"]["loss"] - first["parallelize_module"]["loss"]),
         }
-    if options.json:
-        print(json.dumps(table, indent=2))
-        return
-    for name, row in table.items():
-        print(
-            f"{name:<24} rewritten {row['rewritten_s'] * 1e3:7.1f} ms   parallelize_module "
-            f"{row['parallelize_module_s'] * 1e3:7.1f} ms   ratio {row['ratio']:.3f}   "
-            f"collectives {row['collectives']}   MB {[round(m, 2) for m in row['megabytes']]}   "
-            f"loss difference {row['loss_difference']:.1e}"
-        )
-
-
-if __name__ == "__main__":
-    main()
+    return table

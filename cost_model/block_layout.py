@@ -12,7 +12,6 @@ from autopar.cost_model.activations import local_bytes
 from autopar.cost_model.block_measures import BlockMeasures
 from autopar.cost_model.block_problem import (
     NodeStrategy,
-    border_placement,
     inner_reductions,
     is_weight,
     leaving_placement,
@@ -22,6 +21,7 @@ from autopar.cost_model.compute import Machine, local_kernels
 from autopar.cost_model.fusion import fused_bytes
 from autopar.cost_model.kernels import MEMORY, Kernel, Kernels
 from autopar.cost_model.op_facts import is_view
+from autopar.cost_model.propagation import border_placement
 from autopar.ir import TracedModel
 from autopar.placement import CONVERSIONS, REPLICATE, Placement
 
@@ -190,7 +190,7 @@ def _conversions(
                 continue
             own = source in inside or source.op == "get_attr"
             have = layout[source][1] if own and source in layout else border_placement(
-                source, traced, sequence_sharding)  # fmt: skip
+                source, sequence_sharding)  # fmt: skip
             if have != wanted:
                 found[source, have, wanted] = None
         leaving = leaving_placement(node, inside, traced, sequence_sharding)

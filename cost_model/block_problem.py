@@ -20,14 +20,14 @@ from autopar.cost_model.block_reduce import reduce_block
 from autopar.cost_model.comm_cost import GroupCost
 from autopar.cost_model.compute import Machine, local_kernels
 from autopar.cost_model.op_facts import storage_root
+from autopar.cost_model.propagation import border_placement
 from autopar.cost_model.solver import SolverPolicy
-from autopar.ir import Shape, TracedModel
-from autopar.placement import CONVERSIONS, REPLICATE, Placement, Shard
+from autopar.ir import TracedModel
+from autopar.placement import CONVERSIONS, REPLICATE, Placement
 
 __all__ = [
     "Block",
     "NodeStrategy",
-    "border_placement",
     "inner_reductions",
     "is_weight",
     "leaving_placement",
@@ -55,13 +55,6 @@ class Block:
 
     name: str
     nodes: tuple[fx.Node, ...]
-
-
-def border_placement(node: fx.Node, traced: TracedModel, sequence_sharding: bool) -> Placement:
-    """Placement of `node`'s output where it leaves its block."""
-    shape: Shape = node.meta.get("shape") or ()
-    residual = len(shape) == 3 and shape[1] == traced.seq and bool(node.meta.get("grad"))
-    return Shard(1) if residual and sequence_sharding else REPLICATE
 
 
 def solve_layout(
@@ -130,7 +123,7 @@ class _Builder:
         if node.meta.get("dtype") is None:
             return None
         if node not in self.index:  # enters over the border
-            placement = self.fixed.get(node, border_placement(node, self.traced, self.sequence_sharding))
+            placement = self.fixed.get(node, border_placement(node, self.sequence_sharding))
             self.index[node] = self._append(node, BlockNode(f"in {node}", (Choice((), placement, 0.0),)))
         return self.index[node]
 
@@ -202,7 +195,7 @@ def leaving_placement(
         flat = list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
         is_loss = traced.loss is None or flat[traced.loss] is node
         return REPLICATE if is_loss else None
-    return border_placement(node, traced, sequence_sharding)
+    return border_placement(node, sequence_sharding)
 
 
 def _choices(

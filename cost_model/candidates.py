@@ -121,7 +121,7 @@ def enumerate_partitions(
     if pins.tp is not None and pins.tp not in legal_tp:
         raise InfeasiblePlanError(
             f"tp={pins.tp} cannot shard {_heads_text(limits.heads)} of this model", where="pin tp",
-            try_=f"tp one of {', '.join(map(str, legal_tp))}",
+            try_=f"tp one of {', '.join(map(str, legal_tp))}{_on_other_devices(limits, legal_tp)}",
         )  # fmt: skip
     found: list[Partition] = []
     for degrees in _degrees(num_devices, legal_tp, limits.layers, pins):
@@ -248,6 +248,12 @@ def _hybrid_groups(degrees: Degrees, spans: tuple[int, ...]) -> Iterator[int]:
 def _heads_text(heads: tuple[int, ...]) -> str:
     counts = f"the {' or '.join(map(str, heads))} attention heads" if heads else "the attention heads"
     return f"{counts} or weights"
+
+
+def _on_other_devices(limits: ModelLimits, legal_tp: list[int]) -> str:
+    """The degrees the model itself allows, where the number of devices allows fewer."""
+    possible = [d for d in sorted({d for h in limits.heads for d in divisors(h)}) if limits.tp_is_legal(d)]
+    return f"; the model allows {', '.join(map(str, possible))}" if set(possible) - set(legal_tp) else ""
 
 
 def _nothing_left(

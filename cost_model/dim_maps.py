@@ -23,12 +23,12 @@ Shard2 = tuple[int, int]
 
 def is_mapped(node: fx.Node) -> bool:
     """True for ops whose shards move by `map_forward` and `map_backward`."""
-    return op_name(node) in ("reshape", "split", "chunk", "split_with_sizes")
+    return op_name(node) in ("reshape", "unflatten", "split", "chunk", "split_with_sizes")
 
 
 def map_forward(node: fx.Node, source: tuple[Dim, ...], shard: Shard2) -> Shard2 | None:
     """The shard of the result when the argument (of shape `source`) is sharded so; None if it cannot stay sharded."""
-    if op_name(node) == "reshape":
+    if op_name(node) in ("reshape", "unflatten"):
         return _through_reshape(source, node.meta["shape"], shard)
     dim, parts = _split(node, source)
     if shard[0] != dim:
@@ -38,7 +38,7 @@ def map_forward(node: fx.Node, source: tuple[Dim, ...], shard: Shard2) -> Shard2
 
 def map_backward(node: fx.Node, source: tuple[Dim, ...], shard: Shard2) -> Shard2 | None:
     """The shard of the argument that gives this shard of the result."""
-    if op_name(node) == "reshape":
+    if op_name(node) in ("reshape", "unflatten"):
         return _through_reshape(node.meta["shape"], source, shard)
     dim, parts = _split(node, source)
     if shard[0] != dim:

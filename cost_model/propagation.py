@@ -24,7 +24,7 @@ from torch import fx
 
 from autopar.cost_model.strategy_table import Strategy, StrategyTable, strategy_table
 from autopar.errors import PlanMismatchError
-from autopar.ir import TracedModel
+from autopar.ir import Shape, TracedModel
 from autopar.placement import CONVERSIONS, REPLICATE, Placement, Shard, parse_placement
 from autopar.plan import Plan
 
@@ -72,7 +72,7 @@ def propagate(traced: TracedModel, plan: Plan, table: StrategyTable | None = Non
             result.strategy[node] = chosen
             result.placement[node] = chosen.output
             if any(u.op == "call_function" and u.meta["segment"] != node.meta["segment"] for u in node.users):
-                result.leaving[node] = border_placement(node, plan, axis)
+                result.leaving[node] = border_placement(node, axis == "cp" or plan.shards_sequence)
     return result
 
 
@@ -87,15 +87,12 @@ class _Walk:
     sizes: Mapping[str, int]
 
 
-def border_placement(node: fx.Node, plan: Plan, axis: str = "tp") -> Placement:
-    """How a tensor that leaves its segment lies there: the residual stream [batch, seq, hidden] as the plan says, the
+def border_placement(node: fx.Node, sequence_sharding: bool) -> Placement:
+    """How a tensor lies where it leaves its segment: the residual stream [batch, seq, hidden] sharded if so wanted, the
     rest replicated."""
-    shape = node.meta["shape"]
-    stream = node.meta["grad"] and len(shape) == 3 and str(shape[1]) == "seq"
-    if axis == "cp":
-        return Shard(1) if stream else REPLICATE
-    divides = plan.seq_len // plan.degrees.cp % plan.degrees.tp == 0
-    return Shard(1) if stream and plan.sequence_sharding and divides else REPLICATE
+    shape: Shape = node.meta.get("shape") or ()
+    stream = len(shape) == 3 and str(shape[1]) == "seq" and bool(node.meta.get("grad"))
+    return Shard(1) if stream and sequence_sharding else REPLICATE
 
 
 def conversion_bytes(

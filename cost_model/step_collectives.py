@@ -13,6 +13,7 @@ Read off the placements that the plan implies (`propagate`), without rewriting a
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -137,7 +138,7 @@ class _Stage:
 
     def _count_conversion(self, c: _Conversion, axis: str, again: Mapping[int, _Again]) -> None:
         forward, backward = CONVERSIONS[c.have.kind, c.wanted.kind]
-        nbytes, m = self._bytes(c.source, axis), self.plan.micro_batches
+        nbytes, m = self._filled_bytes(c, axis), self.plan.micro_batches
         repeated = c.segment in again and again[c.segment].repeats(c.source, c.position)
         self._add("activations", forward, axis, nbytes, m * (1 + repeated))
         if c.source.meta.get("grad"):
@@ -285,9 +286,12 @@ class _Stage:
         return (axis,) if wanted == {"R|P"} else ()
 
     def _stored_elements(self, parameter: fx.Node) -> int:
-        layout = self.layouts.get("tp")
-        sharded = layout is not None and layout.placement[parameter].is_shard
-        return self.traced.parameters[str(parameter.target)].numel // (self.plan.degrees.tp if sharded else 1)
+        """On one rank; the last shard of a vocabulary that does not divide is filled up."""
+        layout, shape = self.layouts.get("tp"), list(self.traced.parameters[str(parameter.target)].shape)
+        placement = layout.placement[parameter] if layout is not None else REPLICATE
+        if placement.is_shard:
+            shape[placement.dim] = -(-shape[placement.dim] // self.plan.degrees.tp)
+        return math.prod(shape)
 
     def _elements(self, node: fx.Node, whole_sequence: bool = False) -> int:
         sizes = self.sizes | ({self.traced.seq: self.plan.seq_len} if whole_sequence else {})
@@ -298,6 +302,15 @@ class _Stage:
         """Of the whole tensor over `axis`: over tp that of one cp rank."""
         elements = self._elements(node, whole_sequence=axis == "cp")
         return elements * int(node.meta["dtype"].itemsize)
+
+    def _filled_bytes(self, c: _Conversion, axis: str) -> int:
+        """Of the whole tensor as it is sent: a dim that the ranks do not divide (a vocabulary) is filled up."""
+        nbytes, ranks = self._bytes(c.source, axis), getattr(self.plan.degrees, axis)
+        for placement in (c.have, c.wanted):
+            size = c.source.meta["shape"][placement.dim] if placement.is_shard and placement.left == 1 else None
+            if isinstance(size, int) and size % ranks:
+                nbytes = nbytes // size * (size + -size % ranks)
+        return nbytes
 
     def _local_bytes(self, node: fx.Node) -> int:
         layout = self.layouts.get("tp")

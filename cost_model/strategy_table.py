@@ -9,7 +9,7 @@ without a pattern: heads of q, k and v seen backwards through view and split are
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -19,8 +19,9 @@ from torch import fx
 from autopar.blocks import op_name
 from autopar.cost_model.dim_maps import Shard2, is_mapped, map_backward, map_forward
 from autopar.cost_model.sharding_rules import LOSSES, Letter, Rule, rule_of
+from autopar.cost_model.splits import PADDABLE, Splits, vocabularies
 from autopar.cost_model.structural_rules import structural_rule
-from autopar.ir import Dim, Shape, TracedModel
+from autopar.ir import Shape, TracedModel
 from autopar.placement import PARTIAL, REPLICATE, REPLICATE_PARTIAL_GRAD, Placement, Shard
 
 __all__ = [
@@ -62,6 +63,9 @@ def strategy_table(
     table: dict[fx.Node, tuple[Strategy, ...]] = {}
     first_of_class: dict[str, tuple[list[fx.Node], dict[fx.Node, tuple[Strategy, ...]]]] = {}
 
+    known = vocabularies(traced.graph_module.graph.nodes) if axis == "tp" else frozenset()
+    splits = Splits(ranks, {traced.seq: seq_len}, known)
+
     def offer(node: fx.Node, options: tuple[Strategy, ...]) -> None:
         table[node] = tuple(dict.fromkeys((*table.get(node, ()), *options)))  # a tied weight has users in two segments
 
@@ -69,7 +73,7 @@ def strategy_table(
         if segments is not None and segment.index not in segments:
             continue
         if segment.class_id not in first_of_class:
-            local = strategies_of_graph(nodes, ranks, {traced.seq: seq_len}, axis)
+            local = strategies_of_graph(nodes, splits, axis)
             first_of_class[segment.class_id] = (nodes, local)
         twins, local = first_of_class[segment.class_id]
         for node, twin in zip(nodes, twins, strict=True):
@@ -79,7 +83,7 @@ def strategy_table(
     for node in traced.graph_module.graph.nodes:
         wanted = segments is None or node.meta["segment"] in segments
         if wanted and node.op in ("placeholder", "get_attr") and node.meta["shape"] is not None:
-            table.setdefault(node, _source_strategies(node, ranks))
+            table.setdefault(node, _source_strategies(node, splits))
     return table
 
 
@@ -101,19 +105,17 @@ def tensor_arguments(node: fx.Node) -> list[fx.Node]:
     return [n for n in node.all_input_nodes if isinstance(n.meta["shape"], tuple)]
 
 
-def _source_strategies(node: fx.Node, tp: int) -> tuple[Strategy, ...]:
+def _source_strategies(node: fx.Node, splits: Splits) -> tuple[Strategy, ...]:
+    shape = node.meta["shape"]
     sharded = [
-        Strategy((), Shard(d)) for d in range(len(node.meta["shape"])) if _splits(node.meta["shape"], (d, 1), tp, {})
+        Strategy((), Shard(d)) for d, size in enumerate(shape) if isinstance(size, int) and splits(shape, (d, 1))
     ]
     return (Strategy((), R), *(sharded if node.op == "get_attr" else ()))
 
 
-def strategies_of_graph(
-    nodes: list[fx.Node], tp: int, sizes: Mapping[sympy.Symbol, int], axis: str = "tp"
-) -> dict[fx.Node, tuple[Strategy, ...]]:
+def strategies_of_graph(nodes: list[fx.Node], splits: Splits, axis: str = "tp") -> dict[fx.Node, tuple[Strategy, ...]]:
     """Strategies of `nodes` (a segment, in order)."""
     relations = {n: relation for n in nodes if (relation := _relation(n)) is not None}
-    splits = _splitter(tp, sizes)
     shards = _fixpoint(relations, _seeds(relations, axis), splits)
     table = {n: _strategies(n, relation, shards, splits) for n, relation in relations.items()}
     if axis == "cp":
@@ -124,23 +126,6 @@ def strategies_of_graph(
                 options = [Shard(*s) for s in sorted(shards.get(source, ()))]
                 table[source] = (Strategy((), R), *(Strategy((), s) for s in options))
     return table
-
-
-Splits: TypeAlias = Callable[[Shape, Shard2], bool]
-
-
-def _splitter(tp: int, sizes: Mapping[sympy.Symbol, int]) -> Splits:
-    return lambda shape, shard: _splits(shape, shard, tp, sizes)
-
-
-def _splits(shape: Shape, shard: Shard2, tp: int, sizes: Mapping[sympy.Symbol, int]) -> bool:
-    """True if the inner factor of the dim divides by the degree; a dim with the batch or an unknown size does not."""
-    size: Dim = shape[shard[0]]
-    if not isinstance(size, int):
-        if size not in sizes:
-            return False
-        size = sizes[size]
-    return size % shard[1] == 0 and (size // shard[1]) % tp == 0
 
 
 @dataclass(frozen=True)
@@ -287,7 +272,11 @@ def _strategies(node: fx.Node, relation: _Relation, shards: Shards, splits: Spli
         source = relation.tensors[0]
         for shard in sorted(shards.get(source, ())):
             target = map_forward(node, source.meta["shape"], shard)
-            if target is not None and target in shards.get(node, ()):
+            if (
+                target is not None
+                and target in shards.get(node, ())
+                and _stays_padded(node, source, shard, target, splits)
+            ):
                 rows.append(((Shard(*shard),), Shard(*target)))
     for letter in relation.rule.letters:
         rows += _letter_strategies(node, relation.tensors, letter, shards, splits)
@@ -296,6 +285,12 @@ def _strategies(node: fx.Node, relation: _Relation, shards: Shards, splits: Spli
         Strategy(tuple(inputs[position[n]] if n in position else None for n in node.all_input_nodes), output)
         for inputs, output in dict.fromkeys(rows)
     )
+
+
+def _stays_padded(node: fx.Node, source: fx.Node, shard: Shard2, target: Shard2, splits: Splits) -> bool:
+    """A dim whose last shard is filled up may be moved by a reshape, not merged or cut."""
+    size = _shape(source)[shard[0]]
+    return not splits.pads(size) or (op_name(node) in PADDABLE and _shape(node)[target[0]] == size)
 
 
 def _letter_strategies(
@@ -308,6 +303,10 @@ def _letter_strategies(
         lefts = {left for t, dim in places for d, left in shards.get(t, ()) if d == dim}
     unequal = len({str(_shape(t)[dim]) for t, dim in places}) > 1
     if op_name(node) == "cross_entropy_loss" and letter.name != "v":
+        return []
+    padded = any(splits.pads(_shape(t)[dim]) for t, dim in places)
+    summed = letter.output is None or (op_name(node) == "linear" and letter.name == "k")
+    if padded and (op_name(node) not in PADDABLE or (summed and letter.name != "v")):
         return []
     rows = []
     for left in sorted(lefts):

@@ -39,7 +39,7 @@ def context_parallel(traced: TracedModel, plan: Plan) -> fx.GraphModule:
     for node in graph_module.graph.nodes:
         if node.target is torch.ops.aten.scaled_dot_product_attention.default:
             _go_round_ranks(node, plan)
-    insert_collectives(graph_module, "cp", zigzag=zigzag)
+    insert_collectives(graph_module, ranks, "cp", zigzag=zigzag)
     check_invariants(graph_module.graph, after="insert_collectives", axis="cp")
     localize_shapes(graph_module, ranks)
     for node in graph_module.graph.nodes:

@@ -23,10 +23,12 @@ from autopar.runtime.collectives import convert
 __all__ = ["insert_collectives"]
 
 
-def insert_collectives(graph_module: fx.GraphModule, axis: str = "tp", *, zigzag: bool = False) -> fx.GraphModule:
+def insert_collectives(
+    graph_module: fx.GraphModule, ranks: int, axis: str = "tp", *, zigzag: bool = False
+) -> fx.GraphModule:
     """Rewrite `graph_module` in place and return it. `zigzag`: shards of a dim are the chunks r and 2n-1-r of 2n."""
     graph = graph_module.graph
-    made = _Made(graph, axis, zigzag)
+    made = _Made(graph, ranks, axis, zigzag)
     for node in list(graph.nodes):
         if node.op == "get_attr":
             _mark_partial_gradient(node, axis)
@@ -98,8 +100,8 @@ def _convert_item(made: _Made, item: fx.Node, wanted: Placement) -> None:
 class _Made:
     """Makes conversions over one axis, and remembers them so that readers share."""
 
-    def __init__(self, graph: fx.Graph, axis: str, zigzag: bool) -> None:
-        self.graph, self.axis, self.zigzag = graph, axis, zigzag
+    def __init__(self, graph: fx.Graph, ranks: int, axis: str, zigzag: bool) -> None:
+        self.graph, self.ranks, self.axis, self.zigzag = graph, ranks, axis, zigzag
         self._known: dict[tuple[fx.Node, Placement, int], fx.Node] = {}
 
     def converted(self, source: fx.Node, wanted: Placement, user: fx.Node) -> fx.Node:
@@ -116,6 +118,10 @@ class _Made:
             raise PassError("several tensors cannot be converted at once", where=where)
         have = source.meta["placement"]
         options: dict[str, Any] = {"group": self.axis, **({"zigzag": True} if self.zigzag else {})}
+        for placement in (have, wanted):
+            size = source.meta["shape"][placement.dim] if placement.is_shard and placement.left == 1 else None
+            if isinstance(size, int) and size % self.ranks:  # a vocabulary: nothing else is cut unevenly
+                options["uneven"] = (placement.dim, size)
         node = self.graph.call_function(convert, (source, str(have), str(wanted)), options)
         path = source.meta.get("path", "")
         node.meta = {

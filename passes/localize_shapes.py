@@ -34,6 +34,8 @@ def localize_shapes(graph_module: fx.GraphModule, ranks: int) -> fx.GraphModule:
             _globalize_size(graph, node, ranks)
         elif placement is not None and placement.is_shard and name in _SIZES:
             _divide_size(graph, node, _SIZES[name], placement.dim, ranks)
+        elif placement is not None and placement.is_shard and name == "unflatten":
+            _divide_unflattened(graph, node, placement.dim, ranks)
         elif name in ("split", "split_with_sizes"):
             _divide_split(graph, node, ranks)
     graph_module.recompile()
@@ -46,9 +48,19 @@ def _divide_size(graph: fx.Graph, node: fx.Node, position: int, dim: int, ranks:
     node.update_arg(position, sizes)
 
 
+def _divide_unflattened(graph: fx.Graph, node: fx.Node, dim: int, ranks: int) -> None:
+    """The sizes of an unflatten stand for the dims from its own on."""
+    first, sizes = node.args[1], list(node.args[2])  # type: ignore[arg-type]
+    assert isinstance(first, int)
+    at = dim - first % (len(node.meta["shape"]) - len(sizes) + 1)
+    if 0 <= at < len(sizes):
+        sizes[at] = _divided(graph, node, sizes[at], ranks)
+        node.update_arg(2, sizes)
+
+
 def _divided(graph: fx.Graph, node: fx.Node, size: Any, ranks: int) -> Any:
     if isinstance(size, int):
-        return size if size == -1 else size // ranks
+        return size if size == -1 else -(-size // ranks)  # a vocabulary is filled up
     with graph.inserting_before(node):
         local = graph.call_function(operator.floordiv, (size, ranks))
         local.meta = {**size.meta, "segment": node.meta["segment"], "placement": None}

@@ -1,6 +1,6 @@
 """The passes in order: a traced model and a plan in, the stages that run out.
 
-prepare (canonicalize, fold_masks)            once, before the search
+prepare (canonicalize, heads_apart, fold_masks)   once, before the search
 sum_loss > context_parallel > shard_parameters > insert_collectives > localize_shapes > native_gqa >
 overlap_collectives > seed_dropout > outline_blocks > checkpoint_blocks > split_stages
 """
@@ -39,7 +39,7 @@ Rewrite = Callable[[TracedModel, Plan], fx.GraphModule]
 PASSES: tuple[tuple[str, Rewrite], ...] = (
     ("context_parallel", context_parallel),
     ("shard_parameters", shard_parameters),
-    ("insert_collectives", lambda traced, plan: insert_collectives(traced.graph_module)),
+    ("insert_collectives", lambda traced, plan: insert_collectives(traced.graph_module, plan.degrees.tp)),
     ("localize_shapes", lambda traced, plan: localize_shapes(traced.graph_module, plan.degrees.tp)),
     ("native_gqa", lambda traced, plan: native_gqa(traced.graph_module)),
     ("overlap_collectives", overlap_collectives),

@@ -13,15 +13,17 @@ from autopar.ir import TracedModel
 from autopar.passes.buffer_updates import updated_buffers
 from autopar.passes.canonicalize import canonicalize
 from autopar.passes.fold_masks import fold_masks
+from autopar.passes.heads_apart import heads_apart
 from autopar.plain_graph import graph_module as new_graph_module
 
 __all__ = ["copy_graph", "prepare"]
 
 
 def prepare(traced: TracedModel) -> TracedModel:
-    """Canonicalize and fold masks on a copy of the graph; keys, gradient flow and segments are computed anew."""
+    """The passes in order on a copy of the graph; keys, gradient flow and segments are computed anew."""
     graph_module = copy_graph(traced.graph_module)
     canonicalize(graph_module)
+    heads_apart(graph_module)
     fold_masks(graph_module, traced.inputs)
     segments = annotate(graph_module.graph, traced.parameters)
     prepared = replace(traced, graph_module=graph_module, segments=segments)

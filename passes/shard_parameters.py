@@ -32,7 +32,7 @@ def shard_parameters(traced: TracedModel, plan: Plan) -> fx.GraphModule:
     result = propagate(traced, plan)
     write_placements(result)
     for node in result.strategy:
-        _choose_kernel(node, result)
+        _choose_kernel(node, result, plan.degrees.tp)
     traced.graph_module.recompile()
     return traced.graph_module
 
@@ -47,7 +47,7 @@ def write_placements(result: Propagation) -> None:
         node.meta["wants"] = strategy.inputs
 
 
-def _choose_kernel(node: fx.Node, result: Propagation) -> None:
+def _choose_kernel(node: fx.Node, result: Propagation, ranks: int) -> None:
     wants = result.strategy[node].inputs
     if op_name(node) == "embedding" and result.strategy[node].output.is_partial and wants[0] is not None:
         weight, ids = node.args[:2]
@@ -55,11 +55,14 @@ def _choose_kernel(node: fx.Node, result: Propagation) -> None:
             padding = node.args[2] if len(node.args) > 2 else -1
             node.target, node.args = vocab_parallel_embedding, (ids, weight)
             node.meta["wants"] = (wants[1], wants[0]) if node.all_input_nodes[0] is ids else wants
-            node.kwargs = {"group": "tp", "padding_idx": None if padding == -1 else padding}
+            size = {"vocab": weight.meta["shape"][0]}  # type: ignore[union-attr]
+            node.kwargs = {"group": "tp", "padding_idx": None if padding == -1 else padding, **size}
     elif op_name(node) in _VOCAB_KERNELS and wants[0] is not None and wants[0].dim == len(_logits_shape(node)) - 1:
         options = {**dict(zip(_LOSS_OPTIONS, node.args[4:], strict=False)), **node.kwargs}
         node.target, node.args = _VOCAB_KERNELS[op_name(node)], tuple(node.args[:2])
         node.kwargs = {**{k: v for k, v in options.items() if k in _LOSS_OPTIONS}, "group": "tp"}
+        if _logits_shape(node)[-1] % ranks:
+            node.kwargs = {**node.kwargs, "vocab": _logits_shape(node)[-1]}
 
 
 _LOSS_OPTIONS = ("ignore_index", "label_smoothing")

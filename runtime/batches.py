@@ -6,6 +6,7 @@ last one without its targets.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, fx
 from autopar.errors import SpecError
 from autopar.ir import TracedModel
 from autopar.plan import Plan
+from autopar.recomputation import attention_cores
 from autopar.runtime.rows import count_micro_batches, cut_rows, pad_rows, row_count
 from autopar.runtime.sequence import pad_sequences
 from autopar.runtime.tokens import TokenCounter
@@ -31,8 +33,8 @@ class BatchIntake:
 
     def __init__(self, traced: TracedModel, plan: Plan, world: World, counter: TokenCounter) -> None:
         self._traced, self._plan, self._world, self._counter = traced, plan, world, counter
-        attention = [n for n in traced.graph_module.graph.nodes if _is_attention(n)]
-        self._causal = all(_is_causal(n) for n in attention)
+        cores = attention_cores([n for n in traced.graph_module.graph.nodes if n.op == "call_function"])
+        self._causal = all(len(core) == 1 and _is_causal(core[0]) for core in cores)
         self._rows_seen = 0
         self._hides_rows = counter.hides_rows and _only_targets(traced, counter.inputs)
 
@@ -81,7 +83,7 @@ class BatchIntake:
         """
         inputs = self.bind(batch)
         every = self._every_ranks_rows(inputs) if local else [self._rows_of(inputs)]
-        inputs = self._padded_sequences(self.numbered(inputs, every if local else None))
+        inputs = self.padded_sequences(self.numbered(inputs, every if local else None))
         unit = self._plan.micro_batch if local else self._world.size("dp") * self._plan.micro_batch
         # FSDP's ranks meet in every micro-batch: those who bring fewer rows run empty ones.
         wanted = max(*every, unit) if local and self._plan.zero else unit
@@ -101,20 +103,28 @@ class BatchIntake:
             inputs = cut_rows(self._traced.inputs, inputs, dp)[self._world.position["dp"]]
         return {name: t.to(self._world.device, non_blocking=True) for name, t in inputs.items()}
 
-    def _padded_sequences(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Sequences that cut into 2 cp chunks."""
-        specs, chunks = self._traced.inputs, 2 * self._world.size("cp")
+    def padded_sequences(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Sequences that cut into 2 cp chunks and, where the stream is sharded over tp, into tp parts of each."""
+        specs, multiple = self._traced.inputs, self._sequence_multiple()
         lengths = {s.name: inputs[s.name].shape[s.seq_dim] for s in specs if s.seq_dim is not None}
-        if chunks == 2 or all(length % chunks == 0 for length in lengths.values()):
+        if all(length % multiple == 0 for length in lengths.values()):
             return inputs
-        if not self._causal:
-            raise SpecError(
-                f"sequences of {max(lengths.values())} tokens do not cut into 2 x cp = {chunks} chunks, and attention "
-                "that is not causal would see padding",
-                where="batch",
-                try_=f"a length that is a multiple of {chunks}",
+        if not (self._causal and self._hides_rows):
+            sees = (
+                "a loss that does not ignore tokens by their target" if self._causal else "attention that is not causal"
             )
-        return pad_sequences(inputs, specs, chunks, self._counter.fill)
+            raise SpecError(
+                f"sequences of {max(lengths.values())} tokens do not cut into the {multiple} parts of cp and sequence "
+                f"sharding, and {sees} would see padding",
+                where="batch",
+                try_=f"a length that is a multiple of {multiple}",
+            )
+        return pad_sequences(inputs, specs, multiple, self._counter.fill)
+
+    def _sequence_multiple(self) -> int:
+        degrees = self._plan.degrees
+        chunks = 2 * degrees.cp if degrees.cp > 1 else 1
+        return math.lcm(chunks, degrees.cp * degrees.tp) if self._plan.shards_sequence else chunks
 
 
 def _only_targets(traced: TracedModel, names: tuple[str, ...]) -> bool:
@@ -133,9 +143,6 @@ def _only_targets(traced: TracedModel, names: tuple[str, ...]) -> bool:
     return True
 
 
-def _is_attention(node: fx.Node) -> bool:
-    return node.target is torch.ops.aten.scaled_dot_product_attention.default
-
-
 def _is_causal(node: fx.Node) -> bool:
+    """Of fused attention; what a written-out one hides is in a mask, which nobody reads here."""
     return bool(node.args[5] if len(node.args) > 5 else node.kwargs.get("is_causal", False))

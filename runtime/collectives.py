@@ -7,7 +7,7 @@ A conversion is one node, `convert(x, src, dst, group="tp")`. Its forward is the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d
 from autopar.placement import CONVERSIONS, Placement, parse_placement
 from autopar.runtime.clock import waiting
 from autopar.runtime.sequence import from_zigzag, to_zigzag
-from autopar.runtime.sharding import join_shards, local_slice, split_shards
+from autopar.runtime.sharding import filled_up, join_shards, local_slice, split_shards
 from autopar.runtime.streams import Pending
 
 Issued = tuple["dist.Work | None", Callable[[], Tensor]]
@@ -40,8 +40,20 @@ __all__ = [
 ]
 
 
-def convert(x: Tensor, src: str, dst: str, *, group: str, zigzag: bool = False, wide: bool = False) -> Tensor:
+def convert(
+    x: Tensor,
+    src: str,
+    dst: str,
+    *,
+    group: str,
+    zigzag: bool = False,
+    wide: bool = False,
+    uneven: Sequence[int] | None = None,
+) -> Tensor:
     """Move `x` from placement `src` to `dst` over `group`, differentiably.
+
+    `uneven`: (dim, size of the whole tensor there) of a dim that the ranks do not divide: its shards are filled up with
+    zeros, which no whole tensor shows.
 
     `wide`: sums of 16-bit tensors, forward and backward, are taken and sent in fp32.
 
@@ -55,9 +67,9 @@ def convert(x: Tensor, src: str, dst: str, *, group: str, zigzag: bool = False, 
         raise ValueError(f"no conversion from {source} to {target}")
     process_group = resolve_group(group)
     if x.requires_grad and torch.is_grad_enabled():
-        result: Tensor = _Convert.apply(x, pair, source, target, process_group, zigzag, wide)
+        result: Tensor = _Convert.apply(x, pair, source, target, process_group, zigzag, wide, uneven)
         return result
-    return run_collective(pair[0], x, source, target, process_group, zigzag, wide)
+    return run_collective(pair[0], x, source, target, process_group, zigzag, wide, uneven)
 
 
 class _Convert(torch.autograd.Function):
@@ -71,17 +83,18 @@ class _Convert(torch.autograd.Function):
         group: dist.ProcessGroup,
         zigzag: bool,
         wide: bool,
+        uneven: Sequence[int] | None,
     ) -> Tensor:
-        ctx.gradient, ctx.src, ctx.dst, ctx.options = pair[1], src, dst, (group, zigzag, wide)
-        result = run_collective(pair[0], x, src, dst, group, zigzag, wide)
+        ctx.gradient, ctx.src, ctx.dst, ctx.options = pair[1], src, dst, (group, zigzag, wide, uneven)
+        result = run_collective(pair[0], x, src, dst, group, zigzag, wide, uneven)
         return result.view_as(result) if result is x else result
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None, None, None]:
         # The gradient travels the other way: it lies as `dst` says and must come to lie as `src` says.
         moved = run_collective(ctx.gradient, grad, ctx.dst, ctx.src, *ctx.options)
-        return moved, None, None, None, None, None, None
+        return moved, None, None, None, None, None, None, None
 
 
 def run_collective(
@@ -92,10 +105,13 @@ def run_collective(
     group: dist.ProcessGroup,
     zigzag: bool = False,
     wide: bool = False,
+    uneven: Sequence[int] | None = None,
 ) -> Tensor:
     """One collective by its name in CONVERSIONS; never writes into `x`, may return it."""
     if wide and name in ("all_reduce", "reduce_scatter") and widened(x) is not x:
-        return run_collective(name, widened(x), src, dst, group, zigzag).to(x.dtype)
+        return run_collective(name, widened(x), src, dst, group, zigzag, uneven=uneven).to(x.dtype)
+    if uneven is not None and dst.is_shard and dst.dim == uneven[0] and name != "none":
+        x = filled_up(x, dst, group.size())
     if zigzag and dst.is_shard and name in ("slice", "reduce_scatter"):
         x = to_zigzag(x, dst.dim, group.size())
     if name in _COMMUNICATE:
@@ -105,6 +121,8 @@ def run_collective(
         result = _COLLECTIVES[name](x, src, dst, group)
     if zigzag and src.is_shard and name in ("all_gather", "pad"):
         result = from_zigzag(result, src.dim, group.size())
+    if uneven is not None and src.is_shard and src.dim == uneven[0] and result.shape[src.dim] != x.shape[src.dim]:
+        result = result.narrow(src.dim, 0, uneven[1]).contiguous()
     return result
 
 

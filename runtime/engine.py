@@ -30,6 +30,7 @@ from autopar.runtime.overlap import AppliedOverlap
 from autopar.runtime.pipeline import LocalStage, PipelineRunner
 from autopar.runtime.reductions import gradient_reducer
 from autopar.runtime.rows import cut_rows
+from autopar.runtime.sequence import sequence_length
 from autopar.runtime.stage import localize, set_training
 from autopar.runtime.state import LocalState
 from autopar.runtime.step_trace import StepTrace
@@ -85,6 +86,11 @@ class ParallelModule(nn.Module):
         self._wide = check_axes(fp32_reduce)
         self._overlap = AppliedOverlap(plan, stages[0].unapplied)
         self.notices = [*traced.notices, *self._state.notices, *self._overlap.warn()]
+        if plan.sequence_sharding and plan.degrees.tp > 1 and not plan.shards_sequence:
+            self.notices.append(
+                f"sequence_sharding has no effect: tp {plan.degrees.tp} does not divide the {plan.seq_len} tokens of a "
+                f"sequence over cp {plan.degrees.cp}"
+            )
         self._report = report
         # Kept in tuples: nn.Module would list the parameters of a child module under paths of its graph.
         self._graphs: tuple[nn.Module, ...] = tuple(self._local_stage(stage) for stage in self._state.own_stages)
@@ -154,9 +160,12 @@ class ParallelModule(nn.Module):
         `step` moves less. Raises AutoparError under pipeline parallelism.
         """
         self._state.copies.follow()
-        inputs = self._intake.own_rows(self._intake.numbered(self.traced.signature.bind(args, kwargs)))
+        inputs = self._intake.numbered(self.traced.signature.bind(args, kwargs))
+        padded = self._intake.padded_sequences(inputs)
+        length = None if padded is inputs else sequence_length(self.traced.inputs, inputs)
+        own = self._intake.own_rows(padded)
         whole, names = self._whole_forward()
-        return whole({name: t for name, t in inputs.items() if name in names})
+        return whole({name: t for name, t in own.items() if name in names}, length)
 
     def optimizer(
         self,

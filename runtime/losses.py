@@ -26,11 +26,15 @@ __all__ = [
 ]
 
 
-def vocab_parallel_embedding(ids: Tensor, weight: Tensor, *, group: str, padding_idx: int | None = None) -> Tensor:
+def vocab_parallel_embedding(
+    ids: Tensor, weight: Tensor, *, group: str, vocab: int, padding_idx: int | None = None
+) -> Tensor:
     """This rank's summand of the embedding: zero where another rank owns the row. Placement P over `group`.
 
-    ids [...] (global, the same on all ranks), weight [vocab/n, h] (S(0)) -> [..., h].
+    ids [...] (global, the same on all ranks), weight [vocab/n, h] (S(0), rounded up) -> [..., h]. Raises RuntimeError
+    for an id outside the vocabulary.
     """
+    torch._assert_async(((ids >= 0) & (ids < vocab)).all(), "embedding index outside the vocabulary")
     rows = weight.shape[0]
     first = resolve_group(group).rank() * rows
     local = ids - first
@@ -65,26 +69,40 @@ def cross_entropy_sum(
 
 
 def vocab_parallel_cross_entropy_sum(
-    logits: Tensor, target: Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0, group: str
+    logits: Tensor,
+    target: Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    group: str,
+    vocab: int | None = None,
 ) -> Tensor:
     """`cross_entropy_sum` of logits whose last dim is cut over `group`; the result is the same on every rank.
 
     logits [..., vocab/n] (S(last)), target [...] (the same on all ranks) -> 0-d. Moves three numbers a token (four with
-    label smoothing) instead of gathering the logits. Raises RuntimeError for a target outside the vocabulary.
+    label smoothing) instead of gathering the logits. `vocab`: the classes there are, if the ranks do not divide them;
+    columns past them take no part. Raises RuntimeError for a target outside the vocabulary.
     """
     process_group = resolve_group(group)
+    classes = logits.shape[-1] * process_group.size() if vocab is None else vocab
     result: Tensor = _VocabParallelCrossEntropy.apply(
-        logits.flatten(0, -2), target.flatten(), ignore_index, label_smoothing, process_group
+        logits.flatten(0, -2), target.flatten(), ignore_index, label_smoothing, classes, process_group
     )
     return result
 
 
 def vocab_parallel_cross_entropy_loss(
-    logits: Tensor, target: Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0, group: str
+    logits: Tensor,
+    target: Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    group: str,
+    vocab: int | None = None,
 ) -> Tensor:
     """`cross_entropy_loss` of logits whose last dim is cut over `group`; NaN if no token counts, like torch."""
     total = vocab_parallel_cross_entropy_sum(
-        logits, target, ignore_index=ignore_index, label_smoothing=label_smoothing, group=group
+        logits, target, ignore_index=ignore_index, label_smoothing=label_smoothing, group=group, vocab=vocab
     )
     count = (target != ignore_index).sum()
     # Not total / 0: its gradient would be NaN where that of torch is zero.
@@ -96,11 +114,17 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, target: Tensor, ignore_index: int, smoothing: float, group: dist.ProcessGroup
+        ctx: Any,
+        logits: Tensor,
+        target: Tensor,
+        ignore_index: int,
+        smoothing: float,
+        vocab: int,
+        group: dist.ProcessGroup,
     ) -> Tensor:
-        x = logits.to(_loss_dtype(logits.dtype))
-        columns = x.shape[-1]
-        vocab = columns * group.size()
+        columns = logits.shape[-1]
+        own = min(columns, vocab - group.rank() * columns)  # the last rank's may be filled up
+        x = logits.narrow(-1, 0, own).to(_loss_dtype(logits.dtype))
         counted = target != ignore_index
         torch._assert_async(
             (((target >= 0) & (target < vocab)) | ~counted).all(), "cross entropy target outside the vocabulary"
@@ -126,18 +150,19 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
             per_token = per_token - smoothing * totals[2] / vocab
 
         ctx.save_for_backward(exponentials.div_(totals[0].unsqueeze(-1)), local, owned, counted)
-        ctx.smoothing, ctx.vocab, ctx.dtype = smoothing, vocab, logits.dtype
+        ctx.smoothing, ctx.vocab, ctx.dtype, ctx.filled = smoothing, vocab, logits.dtype, columns - own
         return per_token.masked_fill(~counted, 0.0).sum()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         probabilities, local, owned, counted = ctx.saved_tensors
         weight = grad * counted.to(grad.dtype)
         result = (probabilities - ctx.smoothing / ctx.vocab) * weight.unsqueeze(-1)
         hit = (1.0 - ctx.smoothing) * weight * owned.to(grad.dtype)
         result.scatter_add_(-1, local.unsqueeze(-1), -hit.unsqueeze(-1))
-        return result.to(ctx.dtype), None, None, None, None
+        result = result.to(ctx.dtype)
+        return F.pad(result, [0, ctx.filled]) if ctx.filled else result, None, None, None, None, None
 
 
 def _loss_dtype(dtype: torch.dtype) -> torch.dtype:

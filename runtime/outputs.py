@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor, Partial
@@ -38,9 +39,10 @@ class WholeForward:
     ) -> None:
         self.graph_module = graph_module
         self._traced, self._world, self._tokens, self._reducer = traced, world, tokens, reducer
-        self._batch_dims = _batch_dims(traced)
+        self._batch_dims, self._sequence_dims = _dims_of(traced, traced.batch), _dims_of(traced, traced.seq)
 
-    def __call__(self, inputs: Mapping[str, Tensor]) -> Any:
+    def __call__(self, inputs: Mapping[str, Tensor], length: int | None = None) -> Any:
+        """length: tokens of the user's sequences, where `inputs` are padded; outputs are cut back to it."""
         gathered = _gathered(self.graph_module)
         if gathered:
             outputs = list(functional_call(self.graph_module, gathered, (), dict(inputs)))
@@ -48,6 +50,9 @@ class WholeForward:
             outputs = list(self.graph_module(**inputs))
         for i, value in enumerate(outputs):
             if isinstance(value, Tensor):
+                dim = self._sequence_dims[i]
+                if length is not None and dim is not None:
+                    value = value.narrow(dim, 0, length)
                 outputs[i] = self._reducer.reduce_after_backward(self._across_dp(i, value, inputs))
         return pytree.tree_unflatten(outputs, self._traced.out_spec)
 
@@ -82,10 +87,8 @@ def _gathered(module: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def _batch_dims(traced: TracedModel) -> list[int | None]:
-    """Of each output, the dim that carries the batch."""
+def _dims_of(traced: TracedModel, size: sympy.Symbol) -> list[int | None]:
+    """Of each output, the dim that has this size."""
     output = next(n for n in traced.graph_module.graph.nodes if n.op == "output")
     shapes = [n.meta["shape"] if isinstance(n, fx.Node) else None for n in output.args[0]]
-    return [
-        None if shape is None else next((d for d, s in enumerate(shape) if s == traced.batch), None) for shape in shapes
-    ]
+    return [None if shape is None else next((d for d, s in enumerate(shape) if s == size), None) for shape in shapes]

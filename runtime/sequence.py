@@ -14,7 +14,7 @@ from torch import Tensor
 
 from autopar.ir import InputSpec
 
-__all__ = ["from_zigzag", "pad_sequences", "to_zigzag"]
+__all__ = ["from_zigzag", "pad_sequences", "sequence_length", "to_zigzag"]
 
 
 def to_zigzag(x: Tensor, dim: int, ranks: int) -> Tensor:
@@ -42,6 +42,11 @@ def pad_sequences(
             widths = [0, 0] * (x.dim() - 1 - spec.seq_dim) + [0, missing]
             padded[spec.name] = F.pad(x, widths, value=fill.get(spec.name, 0))
     return padded
+
+
+def sequence_length(specs: Sequence[InputSpec], inputs: Mapping[str, Tensor]) -> int | None:
+    """Tokens of a sequence; None if no input has any."""
+    return next((inputs[s.name].shape[s.seq_dim] for s in specs if s.seq_dim is not None), None)
 
 
 def _zigzag(ranks: int) -> list[int]:

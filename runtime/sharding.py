@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -15,6 +16,7 @@ __all__ = [
     "assemble",
     "copies_group",
     "copy_whole",
+    "filled_up",
     "join_shards",
     "local_part",
     "local_shape",
@@ -24,11 +26,24 @@ __all__ = [
 
 
 def local_shape(shape: Sequence[int], placement: Placement, n: int) -> tuple[int, ...]:
-    """Shape on one of `n` ranks of a tensor of global `shape`. Raises ValueError if the sharded dim does not divide."""
+    """Shape on one of `n` ranks of a tensor of global `shape`, filled up (`filled_up`) where a plain shard does not
+    divide. Raises ValueError for a strided one that does not."""
     if not placement.is_shard:
         return tuple(shape)
-    _check_divides(shape, placement, n)
-    return tuple(size // n if dim == placement.dim else size for dim, size in enumerate(shape))
+    if placement.left > 1:
+        _check_divides(shape, placement, n)
+    return tuple(-(-size // n) if dim == placement.dim else size for dim, size in enumerate(shape))
+
+
+def filled_up(tensor: Tensor, placement: Placement, n: int) -> Tensor:
+    """`tensor` with its sharded dim extended by zeros to a multiple of `n`; itself if there is nothing to add.
+
+    So a vocabulary is cut that the ranks do not divide; autopar.cost_model.splits says what may read it.
+    """
+    if not placement.is_shard or placement.left > 1:
+        return tensor
+    missing = -tensor.shape[placement.dim] % n
+    return F.pad(tensor, [0, 0] * (tensor.dim() - 1 - placement.dim) + [0, missing]) if missing else tensor
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from autopar.ir import ParameterShard, StageGraph
 from autopar.plan import Plan
 from autopar.runtime.initial_weights import InitialWeights
 from autopar.runtime.precision import ComputeCopies
-from autopar.runtime.sharding import copies_group, copy_whole, join_shards, local_part, local_slice
+from autopar.runtime.sharding import copies_group, copy_whole, filled_up, join_shards, local_part, local_slice
 from autopar.runtime.world import World
 
 __all__ = ["LocalState"]
@@ -154,7 +154,7 @@ class LocalState:
                 shape = shard.shape if shard is not None else target.shape
                 if tuple(value.shape) != tuple(shape):
                     raise AutoparError(f"shape {tuple(value.shape)}, expected {tuple(shape)}", where=key)
-                copy_whole(target, value if shard is None else local_slice(value, shard.placement, index, tp))
+                copy_whole(target, value if shard is None else _slice(value, shard, index, tp))
 
     def differing_copies(self) -> list[str]:
         """Names of this stage's parameters whose dp or tp copies are not the same to the bit. Collective."""
@@ -183,7 +183,7 @@ class LocalState:
             if whole.device != world.device:
                 whole.data = whole.data.to(world.device)
             return whole
-        piece = local_slice(whole.detach(), shard.placement, world.position["tp"], world.size("tp"))
+        piece = _slice(whole.detach(), shard, world.position["tp"], world.size("tp"))
         copied = piece.to(world.device, copy=True).contiguous()
         return nn.Parameter(copied, requires_grad=shard.requires_grad)
 
@@ -197,7 +197,8 @@ class LocalState:
             value = value.detach().contiguous()
             parts = [torch.empty_like(value) for _ in range(group.size())]
             dist.all_gather(parts, value, group=group)
-            whole = join_shards(torch.stack(parts), shard.placement)
+            dim = shard.placement.dim
+            whole = join_shards(torch.stack(parts), shard.placement).narrow(dim, 0, shard.shape[dim]).contiguous()
         else:
             whole = value.detach().clone()
         world.broadcast(whole, "pp", stage)
@@ -223,6 +224,10 @@ class LocalState:
                 "all ranks took those of rank 0"
             )
         return same
+
+
+def _slice(whole: Tensor, shard: ParameterShard, index: int, ranks: int) -> Tensor:
+    return local_slice(filled_up(whole, shard.placement, ranks), shard.placement, index, ranks)
 
 
 def _shards(stages: Sequence[StageGraph]) -> dict[str, ParameterShard]:

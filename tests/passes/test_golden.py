@@ -47,7 +47,7 @@ def _steps(plan: Plan, until: str) -> TracedModel:
     for name, rewrite in (
         ("sum_loss", lambda: graph_module),
         ("shard_parameters", lambda: shard_parameters(traced, plan)),
-        ("insert_collectives", lambda: insert_collectives(graph_module)),
+        ("insert_collectives", lambda: insert_collectives(graph_module, plan.degrees.tp)),
         ("localize_shapes", lambda: localize_shapes(graph_module, plan.degrees.tp)),
         ("overlap_collectives", lambda: overlap_collectives(traced, plan)),
         ("outline_blocks", lambda: outline_blocks(graph_module, traced.segments)),

@@ -111,7 +111,7 @@ class _Stage(nn.Module):
         sharded = self.tp > 1
         if self.first:
             if sharded:
-                x = convert(vocab_parallel_embedding(x, self.table, group="tp"), "P", "S(1)", group="tp")
+                x = convert(vocab_parallel_embedding(x, self.table, group="tp", vocab=VOCAB), "P", "S(1)", group="tp")
             else:
                 x = F.embedding(x, self.table)
         for name in self.names:

@@ -12,38 +12,45 @@ from autopar.runtime.collectives import convert
 from autopar.runtime.functional import rms_norm
 from autopar.runtime.launch import run_ranks
 from autopar.runtime.losses import cross_entropy_sum, vocab_parallel_cross_entropy_sum, vocab_parallel_embedding
-from autopar.runtime.sharding import local_slice
+from autopar.runtime.sharding import filled_up, local_slice
 
 
-def _compare_loss(scale: float, smoothing: float) -> None:
+def _compare_loss(scale: float, smoothing: float, vocab: int) -> None:
     rank, n, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD.group_name
     generator = torch.Generator().manual_seed(3)
-    whole = (torch.randn(4, 8, 64, dtype=torch.float64, generator=generator) * scale).requires_grad_()
-    target = torch.randint(0, 64, (4, 8), generator=generator)
+    whole = (torch.randn(4, 8, vocab, dtype=torch.float64, generator=generator) * scale).requires_grad_()
+    target = torch.randint(0, vocab, (4, 8), generator=generator)
     target[0, :5] = -100
     reference = F.cross_entropy(whole.flatten(0, 1), target.flatten(), reduction="sum", label_smoothing=smoothing)
     (3.0 * reference).backward()
     placement = parse_placement("S(2)")
-    local = local_slice(whole.detach(), placement, rank, n).clone().requires_grad_()
-    loss = vocab_parallel_cross_entropy_sum(local, target, label_smoothing=smoothing, group=group)
+    local = local_slice(filled_up(whole.detach(), placement, n), placement, rank, n).clone().requires_grad_()
+    loss = vocab_parallel_cross_entropy_sum(local, target, label_smoothing=smoothing, group=group, vocab=vocab)
     (3.0 * loss).backward()
     plain = cross_entropy_sum(whole.detach(), target, label_smoothing=smoothing)
     assert whole.grad is not None
     bound = 1e-10 * max(1.0, abs(reference.item()))
     torch.testing.assert_close(loss, reference, rtol=0, atol=bound)
     torch.testing.assert_close(plain, reference, rtol=0, atol=0)
-    torch.testing.assert_close(local.grad, local_slice(whole.grad, placement, rank, n), rtol=0, atol=1e-10)
+    wanted = local_slice(filled_up(whole.grad, placement, n), placement, rank, n)  # zero where it is filled up
+    torch.testing.assert_close(local.grad, wanted, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e4])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_vocab_parallel_cross_entropy(scale: float, smoothing: float) -> None:
-    run_ranks(4, _compare_loss, scale, smoothing, timeout_s=60)
+@pytest.mark.parametrize("vocab", [64, 65])
+def test_vp_01_vocab_parallel_cross_entropy(scale: float, smoothing: float, vocab: int) -> None:
+    run_ranks(4, _compare_loss, scale, smoothing, vocab, timeout_s=60)
 
 
 def _bad_target() -> None:
     with pytest.raises(RuntimeError, match="outside the vocabulary"):
         vocab_parallel_cross_entropy_sum(torch.zeros(2, 4), torch.tensor([0, 8]), group=dist.group.WORLD.group_name)
+    for bad in (8, -1):
+        with pytest.raises(RuntimeError, match="outside the vocabulary"):
+            vocab_parallel_embedding(
+                torch.tensor([0, bad]), torch.zeros(4, 2), group=dist.group.WORLD.group_name, vocab=8
+            )
 
 
 def test_a_target_outside_the_vocabulary_is_refused() -> None:
@@ -61,7 +68,8 @@ def _compare_embedding(padding_idx: int | None) -> None:
     reference.backward(gradient)
     placement = parse_placement("S(0)")
     local = local_slice(weight.detach(), placement, rank, n).clone().requires_grad_()
-    result = convert(vocab_parallel_embedding(ids, local, group=group, padding_idx=padding_idx), "P", "R", group=group)
+    summand = vocab_parallel_embedding(ids, local, group=group, vocab=16, padding_idx=padding_idx)
+    result = convert(summand, "P", "R", group=group)
     result.backward(gradient)
     assert weight.grad is not None
     assert torch.equal(result, reference)
