@@ -41,6 +41,9 @@ bench: $(READY)
 	$(BIN)/python benchmarks/search_speed.py
 	$(BIN)/python benchmarks/rewrite_overhead.py
 	$(BIN)/python benchmarks/calibrated_layouts.py
+	$(BIN)/python benchmarks/engine_overhead.py
+	$(BIN)/python benchmarks/peak_memory.py
+	$(BIN)/python benchmarks/soak.py
 
 setup: $(READY)
 

@@ -30,14 +30,14 @@ from autopar.trace import trace
 
 RANKS, ROWS, SEQ = 4, 8, 128
 LAYOUTS = (
-    "dp=4 checkpoint=none",
-    "tp=4 sp=false checkpoint=none",
+    "dp=4 zero=0 checkpoint=none",
+    "dp=4 zero=1 checkpoint=none",
+    "dp=4 zero=3 checkpoint=none",
+    "dp=4 zero=0 checkpoint=full",
     "tp=4 sp=true checkpoint=none",
-    "pp=4 checkpoint=none",
-    "dp=2 tp=2 sp=true checkpoint=full",
-    "dp=2 pp=2 checkpoint=none",
-    "tp=2 pp=2 sp=true checkpoint=none",
-    "dp=4 checkpoint=full",
+    "pp=4 schedule=1f1b checkpoint=none",
+    "dp=2 tp=2 sp=true zero=0 checkpoint=selective",
+    "dp=2 cp=2 zero=0 checkpoint=none",
 )
 
 
