@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import sympy
@@ -26,13 +26,14 @@ from autopar.blocks import op_name
 from autopar.cost_model.activations import kept_tensors
 from autopar.cost_model.op_facts import ElementSizes
 from autopar.cost_model.propagation import Propagation, propagate
+from autopar.cost_model.sharded_units import ShardedUnits
 from autopar.cost_model.sharding_rules import LOSSES
 from autopar.ir import TracedModel
 from autopar.placement import CONVERSIONS, REPLICATE, Placement, Shard
 from autopar.plan import Plan
 from autopar.recomputation import kept_products, recomputed_together
 
-__all__ = ["Collectives", "step_collectives"]
+__all__ = ["Collectives", "rank_collectives", "step_collectives"]
 
 _LOCAL = frozenset({"none", "slice", "pad", "keep_first"})
 ATTENTION = "scaled_dot_product_attention"
@@ -51,6 +52,19 @@ def step_collectives(traced: TracedModel, plan: Plan, stage: int) -> Collectives
     Raises PlanMismatchError if the plan does not fit the model.
     """
     return _Stage(traced, plan, stage).collectives()
+
+
+def rank_collectives(traced: TracedModel, plan: Plan, stages: Sequence[int]) -> Collectives:
+    """Of a rank that runs several stages: gradients are summed together, tokens and loss counted once."""
+    tally: Counter[tuple[str, str, str, int]] = Counter()
+    whole: Counter[tuple[str, str, str]] = Counter()
+    for stage in stages:
+        for (purpose, kind, axis, nbytes), times in step_collectives(traced, plan, stage).items():
+            if purpose in ("gradients", "parameters"):
+                whole[purpose, kind, axis] += nbytes * times
+            elif purpose != "control" or stage == stages[-1]:
+                tally[purpose, kind, axis, nbytes] += times
+    return dict(tally) | {(*key, nbytes): 1 for key, nbytes in whole.items()}
 
 
 @dataclass(frozen=True)
@@ -222,8 +236,16 @@ class _Stage:
 
     def _count_gradients(self) -> None:
         d, over = self.plan.degrees, dict.fromkeys(("dp and cp", "dp", "cp", "tp"), 0)
+        divided = ShardedUnits(self.traced, self.plan)
         for node in self._parameters(self.stage):
             spec = self.traced.parameters[str(node.target)]
+            summed_over_cp = d.cp == 1 or "cp" in self._partial_axes(node, self.layouts["cp"], "cp")
+            if divided.takes(spec, summed_over_cp):
+                sharded = self._stored_elements(node) != spec.numel
+                divided.add(node, spec, self.layouts["tp"].placement[node] if sharded else REPLICATE)
+                if "tp" in self.layouts and "tp" in self._partial_axes(node, self.layouts["tp"], "tp"):
+                    over["tp"] += divided.shard_bytes(spec, REPLICATE)
+                continue
             if not spec.requires_grad:
                 continue
             nbytes = self._stored_elements(node) * spec.dtype.itemsize
@@ -237,6 +259,8 @@ class _Stage:
             self._count_tied(node, nbytes)
         for axis, nbytes in over.items():
             self._add("gradients", "all_reduce", axis, nbytes, 1)
+        for kind, nbytes in divided.moved(self.stage):
+            self._add("parameters" if kind == "all_gather" else "gradients", kind, divided.axis, nbytes, 1)
 
     def _count_tied(self, node: fx.Node, nbytes: int) -> None:
         holders = [s for s in range(self.stages) if node in self._parameters(s)]

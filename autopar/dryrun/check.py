@@ -9,7 +9,7 @@ import torch
 
 from autopar import passes
 from autopar.cost_model.memory import COMPUTE_DTYPES
-from autopar.cost_model.step_collectives import step_collectives
+from autopar.cost_model.step_collectives import rank_collectives
 from autopar.dryrun.rank import MeasuredRank, measure_rank
 from autopar.dryrun.result import CollectiveRow, DryRun, MemoryRow, RankReport
 from autopar.errors import SpecError
@@ -40,7 +40,7 @@ def dry_run_captured(
 ) -> DryRun:
     """`dry_run` of a model that is captured and prepared already, in the dtype it shall run in."""
     if ranks is None:
-        ranks = [plan.degrees.rank(pp=stage) for stage in range(plan.degrees.pp)]
+        ranks = [plan.degrees.rank(pp=place) for place in range(plan.degrees.pp)]
     _check_ranks(plan, ranks)
     stages = passes.apply(traced, plan)
     summed = replace(traced, graph_module=sum_loss(copy_graph(traced.graph_module), traced), outputs=("loss_sum",))
@@ -59,7 +59,9 @@ def _check_ranks(plan: Plan, ranks: Sequence[int]) -> None:
 def _capture(plan: Plan, source: ModelSource) -> tuple[TracedModel, Plan, list[str]]:
     """The model in the dtype the plan computes in. The plan's fingerprint is of the model as it was planned with."""
     model = source.build(device="meta")
-    dtype = COMPUTE_DTYPES[plan.precision]
+    mixed = plan.precision in ("bf16-mixed",)
+    compute = COMPUTE_DTYPES[plan.precision]
+    dtype = torch.float32 if mixed else compute
     own = {p.dtype for p in model.parameters() if p.is_floating_point()}
     notices: list[str] = []
     if own != {dtype}:
@@ -68,9 +70,9 @@ def _capture(plan: Plan, source: ModelSource) -> tuple[TracedModel, Plan, list[s
             plan = plan.replace(fingerprints={k: v for k, v in plan.fingerprints.items() if k != "model"})
             notices.append(
                 f"the plan's model fingerprint was not compared: the model was captured in {_name(dtype)}, which the "
-                "plan computes in"
+                "plan trains"
             )
-    traced = passes.prepare(trace(model, source.example()))
+    traced = passes.prepare(trace(model, source.example(), parameter_dtype=compute if mixed else None))
     return traced, plan, notices
 
 
@@ -79,12 +81,12 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _report(measured: MeasuredRank, plan: Plan, summed: TracedModel) -> RankReport:
-    predicted = step_collectives(summed, plan, measured.stage)
+    predicted = rank_collectives(summed, plan, measured.stages)
     keys = sorted({*predicted, *measured.collectives})
     rows = [CollectiveRow(*key, measured.collectives.get(key, 0), predicted.get(key, 0)) for key in keys]
     return RankReport(
         rank=measured.rank,
-        stage=measured.stage,
+        stage=measured.stages[0],
         parameters=measured.parameters,
         micro_batches=plan.micro_batches,
         micro_batches_run=measured.micro_batches_run,
@@ -96,7 +98,7 @@ def _report(measured: MeasuredRank, plan: Plan, summed: TracedModel) -> RankRepo
 def _memory(measured: MeasuredRank, plan: Plan) -> list[MemoryRow]:
     """Categories at the peak, and their sum. What no tensor holds (reserved) cannot be measured and is left out."""
     stages = plan.prediction.get("peak_memory_bytes")
-    predicted = dict(stages[measured.stage]) if stages else None
+    predicted = dict(stages[measured.stages[0]]) if stages else None
     merged = {"activations": ("activations", "logits")}
     rows = []
     for category in ("parameters", "gradients", "optimizer", "activations", "communication", "inputs"):
@@ -110,9 +112,10 @@ def _memory(measured: MeasuredRank, plan: Plan) -> list[MemoryRow]:
 
 def _broken_boundaries(measured: Sequence[MeasuredRank]) -> tuple[str, ...]:
     """Neighbouring stages that do not agree on what crosses, where both were run."""
-    by_stage = {m.stage: m for m in measured}
+    sends = {stage: shapes for m in measured for stage, shapes in m.sends.items()}
+    receives = {stage: shapes for m in measured for stage, shapes in m.receives.items()}
     return tuple(
-        f"stage {s} sends {m.sends}, stage {s + 1} receives {by_stage[s + 1].receives}"
-        for s, m in sorted(by_stage.items())
-        if s + 1 in by_stage and m.sends != by_stage[s + 1].receives
+        f"stage {s} sends {shapes}, stage {s + 1} receives {receives[s + 1]}"
+        for s, shapes in sorted(sends.items())
+        if s + 1 in receives and shapes != receives[s + 1]
     )

@@ -53,6 +53,11 @@ class FakeWorld(World):
     def axis_of(self, group_name: str) -> str:
         """The mesh axis whose process group has that name."""
         names = self.group_names()
-        if self.size("dp") > 1 and self.size("cp") > 1 and self.data_mesh is not None:
-            names |= {"dp and cp": self.data_mesh.get_group().group_name}
-        return next((axis for axis, name in names.items() if name == group_name), "world")
+        if self.data_mesh is not None:
+            data = " and ".join(axis for axis in ("dp", "cp") if self.size(axis) > 1)
+            names = {data: self.data_mesh.get_group().group_name} | names
+        if group_name in names.values():
+            return next(axis for axis, name in names.items() if name == group_name)
+        if self.data_mesh is not None and group_name == self.data_mesh.get_group().group_name:
+            return data
+        return "world"

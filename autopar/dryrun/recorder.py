@@ -58,6 +58,7 @@ class Recorder(TorchDispatchMode):
         self._total = 0
         self._category = "activations"
         self._held: dict[int, tuple[str, int]] = {}
+        self._resizable: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     @contextmanager
     def category(self, name: str) -> Iterator[None]:
@@ -82,7 +83,10 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        self._follow_resized()
         result = func(*args, **(kwargs or {}))
+        if getattr(func, "namespace", "") == "fsdp":
+            self._watch((args, kwargs, result))
         if getattr(func, "namespace", "") == "c10d":
             self._record(func, args)
             return result
@@ -93,14 +97,38 @@ class Recorder(TorchDispatchMode):
                     self._add(storage, self._category)
         return result
 
-    def _add(self, storage: torch.UntypedStorage, category: str) -> None:
-        key, nbytes = storage._cdata, storage.nbytes()
-        self._held[key] = (category, nbytes)
-        weakref.finalize(storage, self._drop, key)
+    def _watch(self, tensors: Any) -> None:
+        """What FSDP gathers into: it frees such a storage by resizing it to nothing, and makes it large again."""
+        for leaf in tree_leaves(tensors):
+            if isinstance(leaf, Tensor):
+                storage = leaf.untyped_storage()
+                if self._held.get(storage._cdata, ("activations",))[0] == "activations":
+                    self.claim(leaf, "communication")
+                self._resizable[storage._cdata] = weakref.ref(storage)
+
+    def _follow_resized(self) -> None:
+        for key, reference in list(self._resizable.items()):
+            storage = reference()
+            if storage is None or key not in self._held:
+                del self._resizable[key]
+                continue
+            category, known = self._held[key]
+            nbytes = storage.nbytes()
+            if nbytes != known:
+                self._held[key] = (category, nbytes)
+                self._count(category, nbytes - known)
+
+    def _count(self, category: str, nbytes: int) -> None:
         self.now[category] += nbytes
         self._total += nbytes
         if self._total > self.peak_bytes:
             self.peak_bytes, self.peak = self._total, dict(self.now)
+
+    def _add(self, storage: torch.UntypedStorage, category: str) -> None:
+        key, nbytes = storage._cdata, storage.nbytes()
+        self._held[key] = (category, nbytes)
+        weakref.finalize(storage, self._drop, key)
+        self._count(category, nbytes)
 
     def _drop(self, key: int) -> None:
         category, nbytes = self._held.pop(key)

@@ -62,6 +62,49 @@ def test_context_parallel(llama: TracedModel, kind: str, checkpoint: bool) -> No
     assert any(row.axis == "cp" and row.purpose == "activations" for row in result.ranks[0].collectives)
 
 
+@pytest.mark.parametrize(
+    ("zero", "degrees", "options"),
+    [
+        (1, Degrees(dp=4), {}),
+        (2, Degrees(dp=2, cp=2, tp=2), {}),
+        (3, Degrees(dp=2, tp=2, pp=2), {"checkpoint": True}),
+        (3, Degrees(dp=2, pp=4), {}),
+        (3, Degrees(dp=2, pp=2), {"schedule": "interleaved", "virtual_stages": 2}),
+    ],
+)
+def test_sharded_ranks(llama: TracedModel, zero: int, degrees: Degrees, options: dict[str, object]) -> None:
+    """FSDP's own gathers and scatters, whatever is run of the step's micro-batches."""
+    result = dry_run_captured(llama_plan(degrees, **options).replace(zero=zero), llama)
+    assert result.agrees, result.text()
+    rows = {(row.purpose, row.kind) for row in result.ranks[0].collectives}
+    assert {("parameters", "all_gather"), ("gradients", "reduce_scatter")} <= rows
+
+
+def test_sharding_divides_what_it_says(llama: TracedModel) -> None:
+    def held(zero: int) -> dict[str, int]:
+        memory = dry_run_captured(llama_plan(Degrees(dp=4)).replace(zero=zero), llama, [0]).ranks[0].memory
+        return {row.category: row.measured for row in memory}
+
+    whole, *levels = [held(zero) for zero in range(4)]
+    assert all(level["optimizer"] == pytest.approx(whole["optimizer"] / 4, rel=0.01) for level in levels)
+    totals = [level["total"] for level in levels]
+    assert totals == sorted(totals, reverse=True)
+    assert len(set(totals)) == 3
+
+
+@pytest.mark.parametrize(
+    ("schedule", "virtual_stages", "degrees"),
+    [
+        ("interleaved", 2, Degrees(pp=2, tp=2)),
+        ("zero-bubble", 1, Degrees(pp=2, dp=2)),
+        ("zero-bubble", 2, Degrees(pp=2)),
+    ],
+)
+def test_looped_schedules(llama: TracedModel, schedule: str, virtual_stages: int, degrees: Degrees) -> None:
+    result = dry_run_captured(llama_plan(degrees, schedule=schedule, virtual_stages=virtual_stages), llama)
+    assert result.agrees, result.text()
+
+
 @pytest.mark.parametrize("mode", ["selective", "selective-ops", "full"])
 @pytest.mark.parametrize("kind", ["ring", "all-gather", "all-to-all"])
 def test_what_a_second_run_sends(llama: TracedModel, mode: str, kind: str) -> None:
