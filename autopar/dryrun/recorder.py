@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -71,7 +72,7 @@ class Recorder(TorchDispatchMode):
 
     def claim(self, tensor: Tensor, category: str) -> None:
         """Count the storage of `tensor` under `category` from now on."""
-        storage = tensor.untyped_storage()
+        storage = _own_storage(tensor)
         known = self._held.get(storage._cdata)
         if known is None:
             self._add(storage, category)
@@ -92,7 +93,7 @@ class Recorder(TorchDispatchMode):
             return result
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
-                storage = leaf.untyped_storage()
+                storage = _own_storage(leaf)
                 if storage._cdata not in self._held:
                     self._add(storage, self._category)
         return result
@@ -101,7 +102,7 @@ class Recorder(TorchDispatchMode):
         """What FSDP gathers into: it frees such a storage by resizing it to nothing, and makes it large again."""
         for leaf in tree_leaves(tensors):
             if isinstance(leaf, Tensor):
-                storage = leaf.untyped_storage()
+                storage = _own_storage(leaf)
                 if self._held.get(storage._cdata, ("activations",))[0] == "activations":
                     self.claim(leaf, "communication")
                 self._resizable[storage._cdata] = weakref.ref(storage)
@@ -147,3 +148,8 @@ class Recorder(TorchDispatchMode):
         if name in ("alltoall_base_", "allgather_", "reduce_scatter_"):
             nbytes *= group.size()  # the tensor is one part of the whole
         self.issued.append(Issued(kind, group.group_name, nbytes))
+
+
+def _own_storage(tensor: Tensor) -> torch.UntypedStorage:
+    """What this rank holds: a DTensor's own storage stands for the global tensor and holds nothing."""
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()
