@@ -124,13 +124,13 @@ class LinkSpec:
 class StackSpec:
     """Declared properties of the software stack that prices depend on.
 
-    attention       the kernel: one of ATTENTION
+    attention       the kernel: one of ATTENTION; torch's own ("sdpa") is what autopar's runtime calls
     elementwise     who fuses elementwise chains: one of ELEMENTWISE
     gradient_dtype  "same" as the parameters', or "fp32"
     overlap         what the runtime hides behind compute, of OVERLAPS
     """
 
-    attention: str = "flash"
+    attention: str = "sdpa"
     elementwise: str = "eager"
     gradient_dtype: str = "same"
     overlap: tuple[str, ...] = ("dp_reduce",)

@@ -130,7 +130,9 @@ class _Run:
             self._splits_backward(), self.prices.heads(), tuple(link.span for link in cluster.links),
         )  # fmt: skip
         self.partitions = enumerate_partitions(cluster.num_devices, self.global_batch, self.seq_len, self.limits, pins)
-        held = recipe(self.precision, train.optimizer, cluster.stack.gradient_dtype)
+        # Under mixed precision the runtime adds 16-bit gradients to fp32 ones of the masters (runtime/precision.py).
+        gradients = "fp32" if self.precision == "bf16-mixed" else cluster.stack.gradient_dtype
+        held = recipe(self.precision, train.optimizer, gradients)
         self.evaluator = Evaluator(self.prices, cluster, held, self.partitions, pins, self.limits.splits_backward)
         fit = [p for p in self.partitions if not self.evaluator.surely_too_big(p)]
         self.bounds = {p: self.evaluator.analytic_bound_s(p) for p in fit}

@@ -78,6 +78,28 @@ def test_recomputation_is_seen(priced: dict[str, Any]) -> None:
     assert ratio == pytest.approx(18.13 / 13.75, rel=0.08)
 
 
+def test_175b_on_256_a100_as_8_8_4(priced: dict[str, Any]) -> None:
+    """Mixed Adam takes 16 to 18 bytes a parameter: 43 to 49 GB of state a device, which is most of its memory. The step
+    runs at what such runs report, 40 to 60 % of the peak."""
+    from row_prices import memory, prepare_rows, price
+
+    from autopar.cost_model.constant_table import load_constants
+    from autopar.cost_model.run_memory import run_memory
+
+    constants = load_constants()
+    row = ROWS[1] | {"id": "gpt3/256", "n_gpus": 256, "dp": 4, "gbs": 1536, "vpp": 1, "step_time_s": 50.0}
+    (run,), refused = prepare_rows([row])
+    assert not refused
+    seconds = price(run, constants)["total"]
+    model_flops = 6 * 174.6e9 * 1536 * 2048 * (1 + 2048 / (6 * 12288))
+    assert 0.40 < model_flops / (seconds * 256 * 312e12) < 0.60
+    peak = run_memory(run.work, run.run.layout, run.run.traits, constants.generation(run.generation))
+    states = sum(peak.parts[name] for name in ("parameters", "gradients", "optimizer"))
+    assert 16 * 174.6e9 / 64 * 0.95 < states < 18 * 174.6e9 / 64 * 1.1
+    assert states / peak.allocated > 0.6
+    assert memory(run, constants)["device"] < 80 * 2**30
+
+
 def test_no_row_drops_out_silently() -> None:
     from row_prices import prepare_rows
 
