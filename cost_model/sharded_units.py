@@ -29,9 +29,13 @@ class ShardedUnits:
 
     def __init__(self, traced: TracedModel, plan: Plan) -> None:
         self.traced, self.plan = traced, plan
-        self.ranks = plan.degrees.dp * plan.degrees.cp
-        self.level = plan.zero if self.ranks > 1 else 0
+        data = plan.degrees.dp * plan.degrees.cp
+        self.ranks = (plan.zero_group or plan.degrees.dp) * plan.degrees.cp
+        self.copies = data // self.ranks
+        self.level = plan.zero if data > 1 else 0
         self.axis = " and ".join(axis for axis in ("dp", "cp") if getattr(plan.degrees, axis) > 1)
+        if self.copies > 1:
+            self.axis = "shards"
         self._units: dict[int, list[tuple[int, int]]] = defaultdict(list)  # unit -> (gathered, reduced) bytes
 
     def takes(self, spec: ParameterSpec, summed_over_cp: bool) -> bool:
@@ -50,11 +54,15 @@ class ShardedUnits:
         """Of one rank's part without padding where there is none."""
         return self._padded(spec, placement) // self.ranks * spec.dtype.itemsize
 
-    def moved(self, stage: int) -> Iterator[tuple[str, int]]:
+    def moved(self, stage: int) -> Iterator[tuple[str, str, str, int]]:
+        """(purpose, kind, axis, bytes). Between copies of hybrid sharding the shards' gradients are summed once."""
         for unit, parts in self._units.items():
             gathers, scatters = self._times(unit, stage)
-            yield "all_gather", gathers * sum(gathered for gathered, _ in parts)
-            yield "reduce_scatter", scatters * sum(reduced for _, reduced in parts)
+            reduced = sum(part for _, part in parts)
+            yield "parameters", "all_gather", self.axis, gathers * sum(gathered for gathered, _ in parts)
+            yield "gradients", "reduce_scatter", self.axis, scatters * reduced
+            if self.copies > 1:
+                yield "gradients", "all_reduce", "copies", reduced // self.ranks
 
     def _padded(self, spec: ParameterSpec, placement: Placement) -> int:
         shape = list(spec.shape)

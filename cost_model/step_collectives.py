@@ -259,8 +259,9 @@ class _Stage:
             self._count_tied(node, nbytes)
         for axis, nbytes in over.items():
             self._add("gradients", "all_reduce", axis, nbytes, 1)
-        for kind, nbytes in divided.moved(self.stage):
-            self._add("parameters" if kind == "all_gather" else "gradients", kind, divided.axis, nbytes, 1)
+        for purpose, kind, axis, nbytes in divided.moved(self.stage):
+            if nbytes:
+                self.tally[purpose, kind, axis, nbytes] += 1
 
     def _count_tied(self, node: fx.Node, nbytes: int) -> None:
         holders = [s for s in range(self.stages) if node in self._parameters(s)]

@@ -60,4 +60,10 @@ class FakeWorld(World):
             return next(axis for axis, name in names.items() if name == group_name)
         if self.data_mesh is not None and group_name == self.data_mesh.get_group().group_name:
             return data
-        return "world"
+        return self.hybrid_groups().get(group_name, "world")
+
+    def hybrid_groups(self) -> dict[str, str]:
+        """Process groups of hybrid sharding -> "copies" or "shards"."""
+        if self._hybrid is None:
+            return {}
+        return {self._hybrid.get_group(axis).group_name: axis for axis in ("copies", "shards")}

@@ -76,7 +76,10 @@ def _world(plan: Plan, rank: int) -> Iterator[FakeWorld]:
         yield FakeWorld(plan.degrees, rank)
         return
     with fake_process_group(rank, plan.degrees.world_size):
-        yield FakeWorld(plan.degrees, rank)
+        world = FakeWorld(plan.degrees, rank)
+        if plan.zero and plan.zero_group and world.data_mesh is not None:
+            world.shard_mesh(plan.zero_group)  # made here, outside of the mode in which tensors hold nothing
+        yield world
 
 
 class _Rank:
@@ -215,4 +218,4 @@ class _Rank:
         """Names of the groups over which parameters and gradients go."""
         mesh = self.world.data_mesh
         groups = [self.world.group("dp"), None if mesh is None else mesh.get_group()]
-        return {group.group_name for group in groups if group is not None}
+        return {group.group_name for group in groups if group is not None} | set(self.world.hybrid_groups())

@@ -16,8 +16,8 @@ MEMORY_TOLERANCE = 0.05
 @dataclass(frozen=True)
 class MemoryRow:
     """Bytes of one category when the rank held most; `predicted` is None where nothing was predicted. "inputs" are the
-    step's batch and the model's buffers, "communication" receive buffers, gathered parameters and gradients on their way;
-    whole gradients that wait for the last micro-batch under ZeRO 1 are among the activations."""
+    step's batch and the model's buffers, "communication" receive buffers, gathered parameters and gradients on their
+    way; whole gradients that wait for the last micro-batch under ZeRO 1 are among the activations."""
 
     category: str
     measured: int

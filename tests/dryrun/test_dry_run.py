@@ -70,11 +70,13 @@ def test_context_parallel(llama: TracedModel, kind: str, checkpoint: bool) -> No
         (3, Degrees(dp=2, tp=2, pp=2), {"checkpoint": True}),
         (3, Degrees(dp=2, pp=4), {}),
         (3, Degrees(dp=2, pp=2), {"schedule": "interleaved", "virtual_stages": 2}),
+        (2, Degrees(dp=4), {"zero_group": 2}),
     ],
 )
 def test_sharded_ranks(llama: TracedModel, zero: int, degrees: Degrees, options: dict[str, object]) -> None:
     """FSDP's own gathers and scatters, whatever is run of the step's micro-batches."""
-    result = dry_run_captured(llama_plan(degrees, **options).replace(zero=zero), llama)
+    plan = llama_plan(degrees, **{k: v for k, v in options.items() if k != "zero_group"})
+    result = dry_run_captured(plan.replace(zero=zero, zero_group=options.get("zero_group", 0)), llama)
     assert result.agrees, result.text()
     rows = {(row.purpose, row.kind) for row in result.ranks[0].collectives}
     assert {("parameters", "all_gather"), ("gradients", "reduce_scatter")} <= rows
