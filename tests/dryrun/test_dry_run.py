@@ -217,7 +217,7 @@ def test_a_plan_of_another_model_is_refused(tied_gpt: TracedModel) -> None:
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "plan.json"
     searched = ["plan", "--model", "llama-tiny", "--cluster", "local:8", "--global-batch", "16", "--seq-len", "64"]
-    assert cli.main([*searched, "--pin", "tp=2", "--pin", "pp=2", "-o", str(path)]) == 0
+    assert cli.main([*searched, "--pin", "tp=2", "--pin", "pp=2", "--pin", "zero=0", "-o", str(path)]) == 0
     capsys.readouterr()
     assert cli.main(["dryrun", str(path), "--model", "llama-tiny", "--rank", "5", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
