@@ -146,7 +146,7 @@ def test_8_overlap_fusion_accumulation(llama: TracedModel) -> None:
         cluster = ClusterSpec.preset("dgx-a100-80g", nodes=2)
         stack = dataclasses.replace(cluster.stack, elementwise=elementwise, overlap=overlap)
         train = TrainSpec(global_batch=16 * micro_batches, seq_len=2048)
-        pins = Pins(dp=16, microbatch=1, checkpoint="none")
+        pins = Pins(dp=16, microbatch=1, checkpoint="none", zero=0)
         plan = search(llama, dataclasses.replace(cluster, stack=stack), train, pins).plan
         return float(plan.prediction["tokens_per_s_per_device"])
 
