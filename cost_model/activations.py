@@ -27,7 +27,7 @@ _KEEP_INPUT = frozenset(
 _KEEP_OUTPUT = frozenset(
     {"rsqrt", "sqrt", "tanh", "exp", "sigmoid", "relu", "softmax", "_softmax", "log_softmax", "reciprocal"}
 )
-_KEEP_OTHER = MATMULS | {"mul", "div"}
+_KEEP_OTHER = MATMULS | {"mul", "div", "_grouped_mm", "transformers.grouped_mm_fallback"}
 
 
 @dataclass(frozen=True)

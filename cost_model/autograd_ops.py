@@ -215,7 +215,8 @@ def _spread(node: fx.Node, index: int, source: fx.Node, size: Size) -> Gradient:
 _VIEW = _Rule(_nothing, _viewed)
 _DEFAULT = _Rule(_nothing, _whole)
 _RULES: Mapping[str, _Rule] = {
-    **dict.fromkeys(("linear", "mm", "bmm", "matmul", "addmm", "baddbmm", "grouped_mm_fallback", "_grouped_mm"),
+    **dict.fromkeys(("linear", "mm", "bmm", "matmul", "addmm", "baddbmm", "_grouped_mm",
+                     "transformers.grouped_mm_fallback"),
                     _Rule(_others, _whole)),
     **dict.fromkeys(("mul", "div"), _Rule(_others, _like_output)),
     **dict.fromkeys(("div_", "mul_"), _Rule(_others, _like_output)),

@@ -45,7 +45,7 @@ RULES: dict[str, str] = {
     "addmm": "n,mk,kn>mn | P P R|P",
     "mm": "mk,kn>mn | P R|P | R|P P",
     # experts: tokens sorted by expert, one matrix an expert, and where each expert's tokens end
-    **dict.fromkeys(["grouped_mm_fallback", "_grouped_mm"], "Tk,Ekn,E>Tn | P R|P R | R|P P R"),
+    **dict.fromkeys(["transformers.grouped_mm_fallback", "_grouped_mm"], "Tk,Ekn,E>Tn | P R|P R | R|P P R"),
     "embedding": "vh,..>..h",
     # attention: batch and heads; the sequence belongs to context parallelism
     "scaled_dot_product_attention": "bhQD,bhKD,bhKE,bhQK>bhQE",

@@ -83,13 +83,14 @@ def measured(traced: TracedModel, plan: Plan) -> tuple[int, int, int]:
         tensors = {path: made[shard.name] for path, shard in stage.parameters.items()}
         graph = localize(stage.graph_module, {**tensors, **buffers}, {}, torch.device("cpu"))
         inputs = {name: torch.ones((BATCH, SEQ), dtype=torch.int64) for name in stage.inputs}
+        there = {t.untyped_storage()._cdata for t in (*made.values(), *graph.buffers(), *inputs.values())}
         held = recorder.now.total()
         recorder.peak_bytes = 0
         packed: dict[int, int] = {}
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             storage = tensor.untyped_storage()
-            if all(storage._cdata != t.untyped_storage()._cdata for t in (*made.values(), *inputs.values())):
+            if storage._cdata not in there:
                 packed[storage._cdata] = storage.nbytes()
             return tensor
 
