@@ -92,7 +92,8 @@ def _lower_one(node: fx.Node, size: Size, repeats: Mapping[fx.Node, fx.Node]) ->
 
 
 def _single(node: fx.Node, name: str, tensors: tuple[fx.Node, ...], size: Size) -> AutogradOp:
-    out = size(node)
+    several = isinstance(node.meta["shape"][0] if node.meta["shape"] else None, tuple)
+    out = 0.0 if several and not is_view(node) else size(node)  # its outputs are storages of their own
     rule = _VIEW if is_view(node) else _RULES.get(name, _DEFAULT)
     saves, kept, temporary = rule.kept(node, tensors, size)
     gradients = tuple(
@@ -101,6 +102,10 @@ def _single(node: fx.Node, name: str, tensors: tuple[fx.Node, ...], size: Size) 
     )
     needed = any(g is not None for g in gradients)
     same = is_view(node) or name.endswith("_")  # no storage of its own: a view, or written in place
+    if name == "getitem" and not is_view(tensors[0]):
+        same = False
+        if op_name(tensors[0]) == "topk" and node.args[1] == 1:
+            out = 0.0  # the indices, which topk keeps
     return AutogradOp(
         inputs=tensors, output=node, nbytes=out, view=same and bool(tensors), saves=saves if needed else (),
         kept_bytes=kept if needed else 0.0, gradients=gradients, backward_bytes=temporary, node=node,
@@ -169,9 +174,8 @@ def _mask(node: fx.Node, tensors: tuple[fx.Node, ...], size: Size) -> Kept:
 
 
 def _topk(node: fx.Node, tensors: tuple[fx.Node, ...], size: Size) -> Kept:
-    """The indices, in int64: values and indices together stand for as many bytes as a value counts."""
-    indices = size(node) / node.meta["dtype"].itemsize / 2 * 8
-    return (node,), max(0.0, indices - size(node)), 0.0
+    """The indices, in int64."""
+    return (), size(node) / node.meta["dtype"].itemsize / 2 * 8, 0.0
 
 
 def _dropout(node: fx.Node, tensors: tuple[fx.Node, ...], size: Size) -> Kept:
