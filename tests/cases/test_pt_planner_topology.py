@@ -19,7 +19,8 @@ from autopar.specs import ClusterSpec, LinkSpec, Pins, TrainSpec
 def _cluster(nodes: int, per_node: int, inside: float, between: float) -> ClusterSpec:
     whole = ClusterSpec.preset("dgx-a100-80g", nodes=2)
     links = [LinkSpec(name="nvlink", span=per_node, bandwidth=inside, latency=2e-6)] if per_node > 1 else []
-    links.append(LinkSpec(name="network", span=nodes * per_node, bandwidth=between, latency=5e-6))
+    if nodes > 1:
+        links.append(LinkSpec(name="network", span=nodes * per_node, bandwidth=between, latency=5e-6))
     return dataclasses.replace(whole, num_devices=nodes * per_node, links=tuple(links))
 
 
