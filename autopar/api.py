@@ -126,6 +126,7 @@ def build(
 ) -> ParallelModule:
     """Rewrite a prepared model by a plan and put it on this process's device. Collective.
 
+    A model that returns no loss may be called, not stepped, and not pipelined.
     seed: of dropout, and of the initial weights of a model that was built on the meta device.
     evaluated: captures the model in evaluation mode, which may run other code than training does; without it dropout is
     switched off and nothing else.
@@ -142,14 +143,15 @@ def build(
     whole = None
     if plan.degrees.pp == 1:
         whole = partial(_whole, traced, plan, seed, evaluated)
-    stages = passes.apply(traced, plan, seed=seed)
+    called_only = traced.loss is None and plan.degrees.pp == 1  # no step to take: the user makes a loss of the outputs
+    stages = passes.apply(traced, plan, seed=seed, outputs="all" if called_only else "loss")
     options.setdefault("device", join_torchrun())
     return ParallelModule(
         model,
         traced,
         plan,
         stages,
-        token_count=passes.token_count(traced),
+        token_count=None if called_only else passes.token_count(traced),
         whole=whole,
         seed=seed,
         evaluates_otherwise=otherwise,

@@ -40,7 +40,7 @@ def _outside(plan_name: str) -> tuple[float, dict[str, Tensor]]:
     traced = prepare(trace(model, example, loss_fn=lambda logits, b: _flat_loss(logits, b[TARGET])))
     pm = build(model, traced, plan)
     with pytest.raises(AutoparError, match=r"a pipelined model runs by micro-batches only.*pm\.step\(batch\)"):
-        pm(batch["input_ids"])
+        pm(**example)
     return pm.step(example).item(), _gradients(pm)
 
 
