@@ -19,7 +19,7 @@ from autopar.cost_model.search import search as run_search
 from autopar.errors import AutoparError, SpecError
 from autopar.ir import StageGraph, TracedModel
 from autopar.models import example_from_config
-from autopar.plan import Plan
+from autopar.plan import Plan, match_path
 from autopar.printing import format_graph
 from autopar.reports.text import render
 from autopar.runtime.engine import ParallelModule
@@ -164,7 +164,10 @@ def _whole(
 ) -> StageGraph:
     """The graph of all the user's outputs in one mode."""
     if not training and evaluated is not None:
-        traced, plan = evaluated(), replace(plan, fingerprints={})  # of the training graph, which is another
+        traced = evaluated()
+        keys = [n.meta["key"] for n in traced.graph_module.graph.nodes if n.op == "call_function"]
+        there = {k: v for k, v in plan.ops.items() if k in keys or any(match_path(k, key) for key in keys)}
+        plan = replace(plan, ops=there, fingerprints={})  # both are of the training graph, dropout included
     return passes.apply(traced, plan, outputs="all", seed=seed)[0]
 
 

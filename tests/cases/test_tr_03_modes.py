@@ -88,3 +88,25 @@ def test_tr_03_step_in_evaluation_mode_only_leaves_out_dropout() -> None:
     train = autopar.TrainSpec(global_batch=8, seq_len=16, precision="fp64")
     pm = autopar.parallelize(model, autopar.ClusterSpec.parse("local:1"), train, example=batch)
     assert torch.isclose(pm.eval().step(batch), model.eval()(**batch), atol=1e-12)
+
+
+def _dropout_in_the_plan() -> tuple[bool, float]:
+    """A plan that places the outputs of dropout, which the evaluation graph does not have."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCAB, "n_positions": 64, "n_embd": DIM, "n_layer": 2, "n_head": 4}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).double().train()
+    train = autopar.TrainSpec(global_batch=8, seq_len=16, precision="fp64")
+    pm = autopar.parallelize(model, autopar.ClusterSpec.parse("local:2"), train, pins=autopar.Pins(tp=2, sp=True))
+    batch = default_batch()
+    quiet = pm.eval()(**batch).logits
+    placed = any("dropout" in key for key in pm.plan.ops)
+    return placed, float((quiet - model.eval()(**batch, use_cache=False).logits).abs().max().detach())
+
+
+@pytest.mark.distributed
+def test_tr_03_neighbour_a_plan_that_places_dropout_evaluates() -> None:
+    for placed, error in run_ranks(2, _dropout_in_the_plan):
+        assert placed
+        assert error < 1e-6
