@@ -263,10 +263,10 @@ def _seq_range(
             low = max(low, int(bounds.lower)) if int(bounds.lower) > 2 else low
             if bounds.upper.is_Integer and int(bounds.upper) < 2**31:
                 high = int(bounds.upper) if high is None else min(high, int(bounds.upper))
-    if all(i.seq_dim is None for i in inputs):
-        fixed = next((t.shape[1] for t in fake if t.dim() > 1), None)
-        if fixed is not None:
-            return int(fixed), int(fixed)
+    length = next((int(t.shape[1]) for t in fake if t.dim() > 1), None)
+    fixed = (i.seq_dim is None for t, i in zip(fake, inputs, strict=True) if t.dim() > 1 and t.shape[1] == length)
+    if length is not None and any(fixed):  # one is enough: a loop over its tokens, say, was unrolled
+        return length, length
     return low, high
 
 

@@ -252,5 +252,15 @@ def test_example_without_tensors_is_refused() -> None:
         trace(Doubler(), {"scale": 3})
 
 
+def test_a_length_that_forward_unrolls_is_the_only_one() -> None:
+    class Unrolled(_Linear):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            states = [super(Unrolled, self).forward(x[:, i]) for i in range(x.shape[1])]
+            return torch.stack(states).mean() + y.mean()
+
+    traced = trace(Unrolled(), {"x": torch.zeros(2, 5, 4), "y": torch.zeros(2, 5)})
+    assert traced.seq_range == (5, 5)
+
+
 def test_sequence_limit_of_learned_positions_is_kept() -> None:
     assert trace(BUILDERS["bert"](), default_batch()).seq_range == (1, 64)

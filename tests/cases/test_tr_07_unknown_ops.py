@@ -13,7 +13,7 @@ from autopar.errors import UnsupportedModelError
 from autopar.passes import prepare
 from autopar.trace import trace
 from autopar.verify import verify_plans
-from tests.models import default_batch
+from tests.models import captured, default_batch
 from tests.plans import on_every_axis
 
 DIM, VOCAB = 16, 64
@@ -198,3 +198,8 @@ def test_writing_into_a_given_tensor_is_refused() -> None:
 
     with pytest.raises(UnsupportedModelError, match=r"layers\.0: aten::mul writes into its argument out"):
         trace(Stack(Layer), default_batch())
+
+
+def test_rules_for_ops_of_other_libraries_are_found() -> None:
+    notices = prepare(captured("mixtral")).notices
+    assert [n for n in notices if "grouped_mm" in n] == []  # experts are cut over tp
