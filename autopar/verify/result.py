@@ -87,6 +87,7 @@ def layout_text(plan: Plan) -> str:
     parts += [f"{plan.context_parallel} attention"] if degrees.cp > 1 else []
     modes = sorted({mode for mode in plan.checkpoint.values() if mode != "none"})
     parts += [f"checkpoint {' and '.join(modes)}"] if modes else []
+    parts += [f"{plan.checkpoint_segment} layers together"] if plan.checkpoint_segment > 1 else []
     return ", ".join(parts)
 
 
