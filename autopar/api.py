@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 from autopar import passes
+from autopar.cost_model.objectives import search_for
 from autopar.cost_model.search import SearchResult
-from autopar.cost_model.search import search as run_search
 from autopar.errors import AutoparError, SpecError
 from autopar.ir import StageGraph, TracedModel
 from autopar.models import example_from_config
@@ -30,7 +30,7 @@ from autopar.search_spec import SearchSpec
 from autopar.specs import ClusterSpec, Pins, TrainSpec
 from autopar.trace import LossFn, trace
 
-__all__ = ["build", "find_plan", "parallelize", "plan"]
+__all__ = ["build", "capture", "find_plan", "parallelize", "plan", "search_captured"]
 
 
 def plan(
@@ -65,12 +65,20 @@ def find_plan(
     if pins is not None:
         pins.check(cluster, train or TrainSpec())
     start_s = time.perf_counter()
-    precision = _with_precision(train, model, cluster).precision
-    traced = _capture(model, _example(model, example, train), loss_fn, precision)
+    traced = capture(model, cluster, train, example=example, loss_fn=loss_fn)
     statistics = {"capture_s": time.perf_counter() - start_s}
-    result = _search(traced, cluster, train, pins, search)
+    result = search_captured(traced, cluster, train, pins, search)
     notices = (*traced.notices, *result.notices)
     return replace(result, statistics={**result.statistics, **statistics}, notices=notices)
+
+
+def capture(
+    model: nn.Module, cluster: ClusterSpec, train: TrainSpec | None = None, *, example: Any = None,
+    loss_fn: LossFn | None = None,
+) -> TracedModel:  # fmt: skip
+    """`model` as `search_captured` takes it, as often as needed; of `cluster` only the kind of device counts."""
+    precision = _with_precision(train, model, cluster).precision
+    return _capture(model, _example(model, example, train), loss_fn, precision)
 
 
 def parallelize(
@@ -93,7 +101,7 @@ def parallelize(
     example   one batch, for models whose inputs cannot be derived (Hugging Face configs can): see `autopar.trace.trace`
     loss_fn   `loss_fn(outputs, batch)`, if the model returns no loss itself
     pins      choices to keep fixed
-    search    solver and time limit
+    search    objective, memory to spare, solver, time limit
     plan      a plan, or the path of one: nothing is searched
     options   seed (of dropout and of the weights of a meta-built model); of ParallelModule: bucket_bytes, overlap,
               fp32_reduce, non_finite
@@ -220,14 +228,16 @@ def _example(model: nn.Module, example: Any, train: TrainSpec | None) -> Any:
     return example_from_config(config, seq=None if train is None else train.seq_len)
 
 
-def _search(
-    traced: TracedModel, cluster: ClusterSpec, train: TrainSpec | None, pins: Pins | None, spec: SearchSpec | None
-) -> SearchResult:
+def search_captured(
+    traced: TracedModel, cluster: ClusterSpec, train: TrainSpec | None = None, pins: Pins | None = None,
+    spec: SearchSpec | None = None,
+) -> SearchResult:  # fmt: skip
+    """The search of `find_plan` for a model that is captured."""
     train = train or TrainSpec()
     if train.seq_len is None:
         train = replace(train, seq_len=_longest_sequence(traced))
     _check_sequence(traced, train.seq_len)
-    return run_search(traced, cluster, train, pins, spec)
+    return search_for(traced, cluster, train, pins, spec)
 
 
 def _check_sequence(traced: TracedModel, seq_len: int | None) -> None:
@@ -254,13 +264,13 @@ def _plan_on_rank_zero(
 ) -> tuple[Plan, SearchResult | None]:
     """Rank 0's plan on every rank, and its error too: a rank that goes on alone would hang."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        result = _search(traced, cluster, train, pins, spec)
+        result = search_captured(traced, cluster, train, pins, spec)
         return result.plan, result
     answer: list[Any] = [None]
     found: SearchResult | None = None
     if dist.get_rank() == 0:
         try:
-            found = _search(traced, cluster, train, pins, spec)
+            found = search_captured(traced, cluster, train, pins, spec)
             answer = [found.plan.dumps()]
         except AutoparError as error:
             answer = [error]

@@ -1,4 +1,4 @@
-"""The command line: `autopar plan`, `autopar verify`, `autopar dryrun`, `calibrate`, `report`.
+"""The command line: `autopar plan`, `autopar size`, `autopar verify`, `autopar dryrun`, `calibrate`, `report`.
 
 An error meant for the user is one line on stderr and exit code 2, with nothing written; `verify` exits with 1 when the
 parallel run differs from the single process, `dryrun` when a rank's collectives are not the predicted ones. Everything
@@ -13,9 +13,11 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autopar import size_command
 from autopar.errors import AutoparError, SpecError
 
 if TYPE_CHECKING:
@@ -67,6 +69,14 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("-o", "--output", metavar="FILE", help="write the plan as JSON")
     plan.add_argument("--json", action="store_true", help="print JSON instead of the report")
     plan.set_defaults(run=_plan)
+
+    size = commands.add_parser("size", help="find the smallest or cheapest cluster that trains a model in time")
+    _add_model(size)
+    size_command.add_options(size)
+    _add_pins(size)
+    size.add_argument("-o", "--output", metavar="FILE", help="write the plan of the best size as JSON")
+    size.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    size.set_defaults(run=_size)
 
     verify = commands.add_parser("verify", help="compare a parallel run with one process, parameter by parameter")
     _add_model(verify)
@@ -124,10 +134,11 @@ def _add_pins(command: argparse.ArgumentParser) -> None:
 
 
 def _add_search(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--objective", default="step-time", help="step-time (default), memory, or cost (per token)")
+    command.add_argument("--price", type=float, metavar="P", help="money per device and hour")
+    command.add_argument("--memory-headroom", type=float, default=0.0, metavar="F", help="fraction of memory kept free")
     command.add_argument("--solver", default="highs", help="highs (default), cbc or heuristic; the others step in")
-    command.add_argument(
-        "--time-limit", metavar="T", help="end the search after so long (30s, 5m) with the best so far"
-    )
+    command.add_argument("--time-limit", metavar="T", help="after so long (30s, 5m), take the best plan so far")
 
 
 def _search_spec(options: argparse.Namespace) -> SearchSpec:
@@ -135,7 +146,16 @@ def _search_spec(options: argparse.Namespace) -> SearchSpec:
     from autopar.search_spec import SearchSpec
 
     limit = options.time_limit
-    return SearchSpec(solver=options.solver, time_limit_s=limit and units.duration_s(limit, "--time-limit"))
+    return SearchSpec(
+        objective=options.objective,
+        memory_headroom=options.memory_headroom,
+        solver=options.solver,
+        time_limit_s=limit and units.duration_s(limit, "--time-limit"),
+    )
+
+
+def _priced(cluster: ClusterSpec, price: float | None) -> ClusterSpec:
+    return cluster if price is None else replace(cluster, device=replace(cluster.device, price_per_hour=price))
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -143,7 +163,7 @@ def _plan(options: argparse.Namespace) -> int:
 
     # Everything a typing error can hit comes before the imports and the capture that take seconds.
     pins = Pins.parse(options.pin)
-    cluster = ClusterSpec.parse(options.cluster)
+    cluster = _priced(ClusterSpec.parse(options.cluster), options.price)
     train = TrainSpec(
         global_batch=options.global_batch,
         seq_len=options.seq_len,
@@ -173,6 +193,11 @@ def _plan(options: argparse.Namespace) -> int:
     if options.output:
         print(f"plan written to {options.output}")
     return 0
+
+
+def _size(options: argparse.Namespace) -> int:
+    _check_output(options.output)
+    return size_command.run(options)
 
 
 def _search(source: ModelSource, cluster: ClusterSpec, train: TrainSpec, pins: Pins, spec: SearchSpec) -> SearchResult:

@@ -17,7 +17,8 @@ from autopar import units
 from autopar.checks import shown
 from autopar.errors import SpecError, nearest
 from autopar.hardware import DEVICES
-from autopar.specs import ClusterSpec, DeviceSpec, LinkSpec, StackSpec
+from autopar.mixed_cluster import mixed_cluster
+from autopar.specs import ClusterSpec, DeviceSpec, GroupSpec, LinkSpec, StackSpec
 
 __all__ = ["load_cluster"]
 
@@ -38,6 +39,7 @@ DEVICE_KEYS: Mapping[str, tuple[str, Reader]] = {
     "attention_efficiency": ("attention_efficiency", _as_is),
     "memory_efficiency": ("memory_efficiency", _as_is),
     "power_derate": ("power_derate", _as_is),
+    "price": ("price_per_hour", _as_is),
 }
 FLOPS_KEYS = {f"{dtype}_flops": dtype for dtype in ("fp64", "fp32", "bf16", "fp16", "fp8")}
 LINK_KEYS: Mapping[str, tuple[str, Reader]] = {
@@ -71,14 +73,9 @@ def load_cluster(path: str | Path) -> ClusterSpec:
 
 def _cluster(document: Mapping[str, Any], stem: str) -> ClusterSpec:
     if "group" in document:
-        raise SpecError(
-            "unequal nodes are not built yet", where="[[group]]", try_="one file for the largest set of equal nodes"
-        )
+        return _mixed(document, stem)
     _known(document, ["name", "num_devices", "device", "link", "stack"], "top level")
-    links = document.get("link", [])
-    if not isinstance(links, list) or not all(isinstance(link, Mapping) for link in links):
-        raise SpecError("must be a list of tables, each written [[link]]", where="link")
-    read = tuple(_link(link, f"link {index + 1}") for index, link in enumerate(links))
+    read = tuple(_link(link, f"link {index + 1}") for index, link in enumerate(_tables(document, "link")))
     num_devices = document.get("num_devices", read[-1].span if read else None)
     if num_devices is None:
         raise SpecError("neither num_devices nor a [[link]] says how many devices there are", where="top level")
@@ -89,6 +86,34 @@ def _cluster(document: Mapping[str, Any], stem: str) -> ClusterSpec:
         links=read,
         stack=_stack(_table(document, "stack") if "stack" in document else {}),
     )
+
+
+def _mixed(document: Mapping[str, Any], stem: str) -> ClusterSpec:
+    """Groups of equal devices, and the one link between them; its span is all devices and need not be said."""
+    _known(document, ["name", "group", "link", "stack"], "top level")
+    groups = tuple(_group(table, f"group {index + 1}") for index, table in enumerate(_tables(document, "group")))
+    between = _tables(document, "link")
+    if len(between) != 1:
+        raise SpecError(f"one [[link]] joins the groups, there are {len(between)}", where="link",
+                        try_="links inside a group as [[group.link]]")  # fmt: skip
+    link = _link({"span": sum(group.num_devices for group in groups), "name": "between groups", **between[0]}, "link")
+    stack = _stack(_table(document, "stack") if "stack" in document else {})
+    return mixed_cluster(document.get("name", stem), groups, link, stack)
+
+
+def _group(table: Mapping[str, Any], where: str) -> GroupSpec:
+    """A preset, or a device with its links."""
+    _known(table, ["name", "cluster", "devices", "device", "link"], where)
+    name = table.get("name", where)
+    if "cluster" in table:
+        text = table["cluster"]
+        if not isinstance(text, str) or len(table) > 1 + ("name" in table):
+            raise SpecError("a group is a preset, or a device with links", where=where, try_='cluster = "dgx-h100:2"')
+        whole = ClusterSpec.parse(text)
+        return GroupSpec(name=name, device=whole.device, num_devices=whole.num_devices, links=whole.links)
+    links = tuple(_link(link, f"{where}: link {i + 1}") for i, link in enumerate(_tables(table, "link")))
+    count = table.get("devices", links[-1].span if links else 1)
+    return GroupSpec(name=name, device=_device(_table(table, "device")), num_devices=count, links=links)
 
 
 def _device(table: Mapping[str, Any]) -> DeviceSpec:
@@ -135,6 +160,13 @@ def _table(document: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     if not isinstance(table, Mapping):
         raise SpecError(f"missing: a table [{key}]" if table is None else f"must be a table [{key}]", where=key)
     return table
+
+
+def _tables(document: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
+    tables = document.get(key, [])
+    if not isinstance(tables, list) or not all(isinstance(table, Mapping) for table in tables):
+        raise SpecError(f"must be a list of tables, each written [[{key}]]", where=key)
+    return tables
 
 
 def _known(table: Mapping[str, Any], known: list[str], where: str) -> None:

@@ -37,7 +37,12 @@ class UnsupportedModelError(AutoparError):
 
 
 class InfeasiblePlanError(AutoparError):
-    """No plan satisfies the limits; the message names the binding limit and what is missing."""
+    """No plan satisfies the limits; the message names the binding limit and what is missing. `nearest_plan`, where
+    memory is the limit, is an `autopar.Plan` that runs on devices with as much memory as the message asks for."""
+
+    def __init__(self, what: str, *, where: str = "", try_: str = "", nearest_plan: object = None) -> None:
+        super().__init__(what, where=where, try_=try_)
+        self.nearest_plan = nearest_plan
 
 
 class PassError(AutoparError):

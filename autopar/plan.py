@@ -79,6 +79,7 @@ class Plan:
     precision          "fp64", "fp32", "bf16" (pure) or "bf16-mixed" (fp32 master weights)
     overlap            named overlaps that are switched on, of plan_checks.OVERLAPS; the default are those that cost
                        nothing and need no other kernels
+    groups             rank range -> group of a cluster of unequal groups, whose devices these ranks must be
     prediction         what the cost model expects, by part; see autopar.cost_model.search
     fingerprints       "model", "cluster", "train": what the plan was made for; empty in a hand-written plan
     solver             how it was found: solver, status, bound, gap, counts
@@ -101,6 +102,7 @@ class Plan:
     context_parallel: str = "ring"
     precision: str = "fp32"
     overlap: tuple[str, ...] = DEFAULT_OVERLAP
+    groups: Mapping[str, str] = field(default_factory=dict)
     prediction: Mapping[str, Any] = field(default_factory=dict)
     fingerprints: Mapping[str, str] = field(default_factory=dict)
     solver: Mapping[str, Any] = field(default_factory=dict)
@@ -108,7 +110,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         check_types(self)
-        for name in ("parameters", "ops", "checkpoint", "prediction", "fingerprints", "solver"):
+        for name in ("parameters", "ops", "checkpoint", "groups", "prediction", "fingerprints", "solver"):
             object.__setattr__(self, name, _frozen(getattr(self, name)))
         object.__setattr__(self, "stages", tuple(tuple(stage) for stage in self.stages))
         object.__setattr__(self, "overlap", tuple(self.overlap))
@@ -130,6 +132,8 @@ class Plan:
     def fingerprint(self) -> str:
         """Hash of what is executed (not of predictions or solver notes); equal on all ranks before they start."""
         executed = {k: v for k, v in self.to_data().items() if k not in ("prediction", "solver")}
+        if not self.groups:
+            del executed["groups"]
         return hashlib.sha256(json.dumps(executed, sort_keys=True).encode()).hexdigest()[:16]
 
     def layer_paths(self) -> tuple[tuple[str, ...], ...]:

@@ -78,7 +78,7 @@ def check_types(plan: Plan) -> None:
             _require_layers(entry, f"stages[{index}]")
     for name in _list(plan.overlap, "overlap", "names"):
         _require_in("overlap", name, OVERLAPS)
-    for key in ("parameters", "ops", "checkpoint", "fingerprints"):
+    for key in ("parameters", "ops", "checkpoint", "groups", "fingerprints"):
         for name, value in _object(getattr(plan, key), key).items():
             _require_text(value, f"{key}[{name}]")
     for name, value in _object(plan.solver, "solver").items():
@@ -117,9 +117,10 @@ def check_fields(plan: Plan) -> None:
         raise SpecError(
             f"{len(plan.stages)} stages for pp {plan.degrees.pp} x virtual_stages {plan.virtual_stages}", where="stages"
         )
-    memory = plan.prediction.get("peak_memory_bytes")
-    if memory is not None and len(memory) != count:
-        raise SpecError(f"{len(memory)} entries for {count} stages", where="prediction.peak_memory_bytes")
+    for key in ("peak_memory_bytes", "stage_busy", "stage_group"):
+        entries = plan.prediction.get(key)
+        if entries is not None and len(entries) != count:
+            raise SpecError(f"{len(entries)} entries for {count} stages", where=f"prediction.{key}")
 
 
 def _check_zero_group(plan: Plan) -> None:
@@ -139,7 +140,7 @@ def _check_zero_group(plan: Plan) -> None:
 
 def _check_prediction(prediction: Mapping[str, Any]) -> None:
     """Types of the parts a report reads. Whatever else is noted is kept as it is."""
-    for key in ("step_time_s", "tokens_per_s_per_device", "mfu"):
+    for key in ("step_time_s", "tokens_per_s_per_device", "mfu", "cost_per_million_tokens"):
         if key in prediction:
             check = finite_positive if key == "step_time_s" else finite_non_negative
             check(prediction[key], f"prediction.{key}")
@@ -152,12 +153,25 @@ def _check_prediction(prediction: Mapping[str, Any]) -> None:
             finite_non_negative(size_bytes, f"{where}[{index}].{category}")
         if "total" not in stage:
             raise SpecError("has no total", where=f"{where}[{index}]")
+    _check_details(prediction)
     where = "prediction.collectives"
     for index, entry in enumerate(_list(prediction.get("collectives", []), where, "objects")):
         for key in ("kind", "axis"):
             _require_text(_object(entry, f"{where}[{index}]").get(key), f"{where}[{index}].{key}")
         for key in ("bytes", "count"):
             finite_non_negative(entry.get(key), f"{where}[{index}].{key}")
+
+
+def _check_details(prediction: Mapping[str, Any]) -> None:
+    for busy in _list(prediction.get("stage_busy", []), "prediction.stage_busy", "fractions, one a stage"):
+        finite_non_negative(busy, "prediction.stage_busy")
+    where = "prediction.largest_activations"
+    for index, entry in enumerate(_list(prediction.get("largest_activations", []), where, "objects")):
+        _require_text(_object(entry, f"{where}[{index}]").get("tensor"), f"{where}[{index}].tensor")
+        for key in ("bytes", "layers"):
+            finite_non_negative(entry.get(key), f"{where}[{index}].{key}")
+    for name in _list(prediction.get("stage_group", []), "prediction.stage_group", "names, one a stage"):
+        _require_text(name, "prediction.stage_group")
 
 
 def _unrepeated(pairs: Sequence[tuple[str, Any]], where: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -26,7 +26,7 @@ from autopar.errors import SpecError
 from autopar.pins import Pins
 from autopar.plan_checks import OVERLAPS
 
-__all__ = ["ClusterSpec", "DeviceSpec", "LinkSpec", "Pins", "StackSpec", "TrainSpec"]
+__all__ = ["ClusterSpec", "DeviceSpec", "GroupSpec", "LinkSpec", "Pins", "StackSpec", "TrainSpec"]
 
 DTYPES = ("fp64", "fp32", "bf16", "fp16", "fp8")
 PRECISIONS = ("fp64", "fp32", "bf16", "fp16", "bf16-mixed")
@@ -48,6 +48,7 @@ class DeviceSpec:
     launch_s              fixed cost of one kernel
     reserved_bytes        memory no tensor can use: context, collective buffers, fragmentation
     power_derate          sustained clock over the clock of the peak figures
+    price_per_hour        money for one device and hour, None if it does not matter
 
     Raises SpecError if a figure is not positive and finite, a fraction above 1, or more is reserved than there is.
     """
@@ -63,6 +64,7 @@ class DeviceSpec:
     launch_s: float = 5e-6
     reserved_bytes: int = 0
     power_derate: float = 1.0
+    price_per_hour: float | None = None
 
     def __post_init__(self) -> None:
         require_text(self.name, "device.name")
@@ -72,6 +74,8 @@ class DeviceSpec:
         finite_non_negative(self.launch_s, "device.launch_s")
         for name in ("matmul_efficiency", "attention_efficiency", "memory_efficiency", "power_derate"):
             require_fraction(getattr(self, name), f"device.{name}")
+        if self.price_per_hour is not None:
+            finite_positive(self.price_per_hour, "device.price_per_hour")
         if not self.flops:
             raise SpecError("must name at least one peak rate", where="device.flops")
         for dtype, rate in self.flops.items():
@@ -144,10 +148,30 @@ class StackSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GroupSpec:
+    """Equal devices within a cluster of unequal ones; `links` join them, innermost level first."""
+
+    name: str
+    device: DeviceSpec
+    num_devices: int
+    links: tuple[LinkSpec, ...]
+
+    def __post_init__(self) -> None:
+        require_text(self.name, "group.name")
+        require_count(self.num_devices, f"group {self.name!r}: devices", largest=MOST_DEVICES)
+        object.__setattr__(self, "links", tuple(self.links))
+        _check_spans(self.links, self.num_devices)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ClusterSpec:
     """`num_devices` equal devices joined by `links`, innermost level first; the last level spans all of them.
 
-    Raises SpecError unless the spans grow, each divides the next, and the last is `num_devices`.
+    `groups`, if there are any, are what the cluster is made of, in the order of ranks; `device` and `links` then are
+    the slowest of each, on which every layout runs (`autopar.mixed_cluster`).
+
+    Raises SpecError unless the spans grow, each divides the next, and the last is `num_devices`; groups have distinct
+    names and add up.
     """
 
     name: str
@@ -155,12 +179,15 @@ class ClusterSpec:
     num_devices: int
     links: tuple[LinkSpec, ...]
     stack: StackSpec = StackSpec()
+    groups: tuple[GroupSpec, ...] = ()
 
     def __post_init__(self) -> None:
         require_text(self.name, "name")
         require_count(self.num_devices, "num_devices", largest=MOST_DEVICES)
         object.__setattr__(self, "links", tuple(self.links))
+        object.__setattr__(self, "groups", tuple(self.groups))
         _check_spans(self.links, self.num_devices)
+        _check_groups(self.groups, self.num_devices)
 
     @staticmethod
     def load(path: str | Path) -> ClusterSpec:
@@ -186,10 +213,31 @@ class ClusterSpec:
             raise SpecError(f"not a number of nodes: {shown(nodes)}", where=f"cluster {shown(text)}", try_=f"{name}:4")
         return ClusterSpec.preset(name, int(nodes) if colon else 1)
 
+    def resized(self, num_devices: int) -> ClusterSpec:
+        """So many of the same devices: fewer are neighbours, more are joined by the outermost link.
+
+        Raises SpecError if nothing joins them, or a level would be left partly filled.
+        """
+        if num_devices == self.num_devices:
+            return self
+        if self.groups:
+            raise SpecError(
+                "unequal groups cannot be resized", where=f"cluster {self.name}", try_="a cluster file of one kind"
+            )
+        inner = tuple(link for link in self.links[:-1] if link.span < num_devices)
+        outer = next((link for link in self.links if link.span >= num_devices), self.links[-1] if self.links else None)
+        links = (*inner, replace(outer, span=num_devices)) if outer is not None and num_devices > 1 else ()
+        return replace(self, name=f"{num_devices} devices of {self.name}", num_devices=num_devices, links=links)
+
     @property
     def fingerprint(self) -> str:
-        """Hash of everything but the name."""
-        return _fingerprint({k: v for k, v in _plain(self).items() if k != "name"})
+        """Hash of everything but the name and the price."""
+        values = {k: v for k, v in _plain(self).items() if k != "name"}
+        if not self.groups:
+            del values["groups"]
+        for part in (values, *values.get("groups", [])):
+            part["device"] = {k: v for k, v in part["device"].items() if k != "price_per_hour"}
+        return _fingerprint(values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,11 +288,28 @@ def _check_spans(links: tuple[LinkSpec, ...], num_devices: int) -> None:
         )
 
 
+def _check_groups(groups: tuple[GroupSpec, ...], num_devices: int) -> None:
+    if not groups:
+        return
+    names = [group.name for group in groups]
+    if len(set(names)) < len(names):
+        raise SpecError(
+            f"two groups have one name: {', '.join(names)}", where="group", try_="a name of its own for each"
+        )
+    total = sum(group.num_devices for group in groups)
+    if total != num_devices:
+        raise SpecError(f"the groups have {total} devices, the cluster {num_devices}", where="group")
+
+
 def _plain(spec: Any) -> dict[str, Any]:
     """`dataclasses.asdict`, which cannot copy a read-only mapping."""
     if isinstance(spec, ClusterSpec):
         links = [asdict(link) for link in spec.links]
-        return {**vars(spec), "device": _plain(spec.device), "links": links, "stack": asdict(spec.stack)}
+        groups = [
+            {**vars(g), "device": _plain(g.device), "links": [asdict(link) for link in g.links]} for g in spec.groups
+        ]
+        named = {"device": _plain(spec.device), "links": links, "stack": asdict(spec.stack)}
+        return {**vars(spec), **named, "groups": groups}
     if isinstance(spec, DeviceSpec):
         return {**vars(spec), "flops": dict(spec.flops)}
     return dict(vars(spec))

@@ -12,7 +12,7 @@ from typing import Any
 from autopar.checks import finite_positive, shown
 from autopar.errors import SpecError
 
-__all__ = ["bandwidth_bytes_per_s", "duration_s", "flops_per_s", "memory_bytes", "time_s"]
+__all__ = ["bandwidth_bytes_per_s", "count", "duration_s", "flops_per_s", "memory_bytes", "time_s"]
 
 _PREFIX = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _PREFIX |= {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
@@ -20,6 +20,7 @@ _NUMBER = r"\s*([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*"
 _MEMORY = re.compile(_NUMBER + r"([kKMGT]i?|)B")
 _BANDWIDTH = re.compile(_NUMBER + r"([kKMGTP]i?|)(B/s|Bps|b/s|bps|bit/s)")
 _TIME = re.compile(_NUMBER + r"(ns|us|µs|μs|ms|s)")
+_COUNT = re.compile(_NUMBER + r"([kKMGBT]|)")
 _DURATION = re.compile(_NUMBER + r"(s|m|min|h|d|w)")
 _FLOPS = re.compile(_NUMBER + r"([kMGTP])(?:FLOPS|FLOP/s|flops|flop/s|Flops|)")
 _SECONDS_PER = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
@@ -52,6 +53,15 @@ def time_s(value: Any, where: str) -> float:
     if found is None:
         return finite_positive(value, where, wanted=wanted)
     return finite_positive(_number(found[1], where, wanted) / _PER_SECOND[found[2]], where, wanted=wanted)
+
+
+def count(value: Any, where: str) -> float:
+    """ "15T" -> 15e12, "300B" and "300G" -> 300e9."""
+    wanted = 'a count such as "15T" or "15e12"'
+    found = _matched(_COUNT, value, where, wanted)
+    if found is None:
+        return finite_positive(value, where, wanted=wanted)
+    return finite_positive(_number(found[1], where, wanted) * _PREFIX[found[2].replace("B", "G")], where, wanted=wanted)
 
 
 def duration_s(value: Any, where: str) -> float:

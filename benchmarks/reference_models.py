@@ -124,13 +124,13 @@ def _norm(shape: BlockShape) -> nn.Module:
 class ReferenceModel(nn.Module):
     """`forward(input_ids, labels) -> loss`. GPT-like models tie the head to the embedding, Llama-like ones do not."""
 
-    def __init__(self, shape: BlockShape, positions: int) -> None:
+    def __init__(self, shape: BlockShape, positions: int, layers: int = CAPTURED_LAYERS) -> None:
         super().__init__()
         self.rotary, self.head_dim = shape.gated_mlp, shape.head_dim
         self.embed = nn.Embedding(shape.vocab, shape.hidden)
         if not self.rotary:
             self.positions = nn.Embedding(positions, shape.hidden)
-        self.layers = nn.ModuleList(_Block(shape) for _ in range(CAPTURED_LAYERS))
+        self.layers = nn.ModuleList(_Block(shape) for _ in range(layers))
         self.norm = _norm(shape)
         self.lm_head = nn.Linear(shape.hidden, shape.vocab, bias=False)
         if not self.rotary:

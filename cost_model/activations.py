@@ -187,9 +187,22 @@ def local_bytes(
     *,
     gathers_again: bool = False,
 ) -> float:
-    """Bytes of distinct storages on one rank. gathers_again: a gathered input is kept as its shard and gathered anew in
-    the backward (Megatron's sequence parallel). `strategies` gives (inputs, output) placements; a node that has none is
-    replicated. `elements` are the evaluated `KeptTensor.elements`."""
+    """Bytes of distinct storages on one rank: the sum of `local_storages`."""
+    return sum(local_storages(kept, elements, strategies, tp, parameters, gathers_again=gathers_again).values())
+
+
+def local_storages(
+    kept: list[KeptTensor],
+    elements: Mapping[KeptTensor, float],
+    strategies: Mapping[fx.Node, tuple[tuple[Placement | None, ...], Placement]],
+    tp: int,
+    parameters: frozenset[str] = frozenset(),
+    *,
+    gathers_again: bool = False,
+) -> dict[tuple[fx.Node, str], float]:
+    """Bytes of each distinct storage on one rank, by the node that made it. gathers_again: a gathered input is kept as
+    its shard and gathered anew in the backward (Megatron's sequence parallel). `strategies` gives (inputs, output)
+    placements; a node that has none is replicated. `elements` are the evaluated `KeptTensor.elements`."""
     storages: dict[tuple[fx.Node, str], float] = {}
     for tensor in kept:
         if tensor.root.op == "get_attr" and str(tensor.root.target) in parameters:
@@ -208,7 +221,7 @@ def local_bytes(
             shard = strategies[tensor.keeper][0][0]
         part = tp if shard is not None and shard.is_shard else 1
         storages[tensor.root, key] = elements[tensor] * tensor.element_bytes / part
-    return sum(storages.values())
+    return storages
 
 
 def _makes_storage(have: Placement, wanted: Placement) -> bool:

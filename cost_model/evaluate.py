@@ -76,7 +76,7 @@ class Evaluator:
         price = self.price(setting)
         cutoff = price.without_overhead(cutoff_s)
         best, bound_s = None, np.inf
-        for segment in self._segments(price):
+        for segment in self.segments_of(price):
             if (segment,) == self.segments[1:2] and not self._could_help(price, cutoff):
                 break
             found = solve_pipeline(price.problem(segment), cutoff_s=cutoff)
@@ -95,7 +95,7 @@ class Evaluator:
         found = solve_pipeline(loose, cutoff_s=cutoff)
         return not isinstance(found, float) and found.step_s < cutoff * (1 - 1e-12)
 
-    def _segments(self, price: SettingPrice) -> tuple[int, ...]:
+    def segments_of(self, price: SettingPrice) -> tuple[int, ...]:
         """Segments make sense for equal layers that can be recomputed whole, and no longer than a stage."""
         if "full" not in self.modes or not price.equal_layers:
             return self.segments[:1] if len(self.segments) == 1 else (1,)
@@ -126,7 +126,7 @@ class Evaluator:
     def lacking(self, setting: Setting) -> Evaluation:
         """The memory that a setting for which no cut fits would need."""
         price = self.price(setting)
-        needs = [StageTable(price.problem(k)).memory_needed() for k in self._segments(price)]
+        needs = [StageTable(price.problem(k)).memory_needed() for k in self.segments_of(price)]
         needed, stage = min(needs)
         return Evaluation(setting, None, np.inf, needed_bytes=needed + self.cluster.device.reserved_bytes,
                           binding_stage=stage)  # fmt: skip

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
@@ -127,6 +128,12 @@ class ModelPrices:
         self._measures: dict[tuple[str, int, int], BlockMeasures] = {}
         self._layouts: dict[tuple[str, int, bool], dict[Fraction, Layout]] = defaultdict(dict)
         self._prices: dict[tuple[int, int, bool, int], BlockPrices] = {}
+
+    def on_machine(self, machine: Machine) -> ModelPrices:
+        """The same blocks on other devices, in the layouts that are or will be found here: a plan has one layout."""
+        other = copy(self)
+        other.machine, other._prices = machine, {}
+        return other
 
     def strategies(self, tp: int) -> Mapping[fx.Node, Sequence[NodeStrategy]]:
         if tp not in self._tables:

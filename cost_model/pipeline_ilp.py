@@ -32,7 +32,7 @@ from autopar.cost_model.solver import Model, SolverPolicy, solve
 from autopar.cost_model.stage_cuts import Cut, best_cut, least_sum_through, step_seconds
 from autopar.cost_model.stage_table import PipelineProblem, StagePrice, StageTable
 
-__all__ = ["PipelineSolution", "prove", "solve_pipeline", "step_time"]
+__all__ = ["PipelineSolution", "prove", "prove_table", "solve_pipeline", "solve_table", "step_time"]
 
 _MS = 1e3
 
@@ -77,17 +77,26 @@ def solve_pipeline(problem: PipelineProblem, *, cutoff_s: float = np.inf) -> Pip
     if len(problem.stages) * problem.virtual_stages > max(1, len(problem.layers)):
         chunks = len(problem.stages) * problem.virtual_stages
         raise ValueError(f"{chunks} stages for {len(problem.layers)} layers")
-    table = StageTable(problem)
+    return solve_table(StageTable(problem), cutoff_s=cutoff_s)
+
+
+def solve_table(table: StageTable, *, cutoff_s: float = np.inf) -> PipelineSolution | float:
+    """`solve_pipeline` of a priced table."""
     bound_s, cut = best_cut(table, cutoff_s)
     if cut is None:
         return bound_s
-    return _solution(problem, _evened(table, _columns(table, cut)))
+    return _solution(table.problem, _evened(table, _columns(table, cut)))
 
 
 def prove(problem: PipelineProblem, found: PipelineSolution, *, policy: SolverPolicy | None = None) -> PipelineSolution:
     """The solution, agreed to by the ILP. Raises AssertionError if the ILP knows a better cut. If no solver answers, or
     none proves its own answer, the sweep's proof stands alone, and the notes say so."""
-    table = StageTable(problem)
+    return prove_table(StageTable(problem), found, policy=policy)
+
+
+def prove_table(table: StageTable, found: PipelineSolution, *, policy: SolverPolicy | None = None) -> PipelineSolution:
+    """`prove` over a priced table."""
+    problem = table.problem
     columns = _useful_columns(table, found)
     if len(columns) <= len(problem.stages):
         return found

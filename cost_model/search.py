@@ -9,7 +9,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.cost_model.branch_and_bound import BranchAndBound
@@ -23,26 +23,27 @@ from autopar.cost_model.candidates import (
 )
 from autopar.cost_model.compute import Machine
 from autopar.cost_model.evaluate import Evaluation, Evaluator
-from autopar.cost_model.explain import reason_it_loses
+from autopar.cost_model.explain import across_slow_link, reason_it_loses
+from autopar.cost_model.infeasible import Shortage, explain_shortage
+from autopar.cost_model.largest_tensors import largest_kept
+from autopar.cost_model.least_memory import least_memory
 from autopar.cost_model.memory import COMPUTE_DTYPES, recipe
 from autopar.cost_model.model_checks import check_model, check_pinned_dims, pins_without_effect
 from autopar.cost_model.model_prices import ModelPrices
 from autopar.cost_model.plan_writer import write_plan
+from autopar.cost_model.setting_price import SettingPrice
 from autopar.cost_model.solver import SolverPolicy
 from autopar.errors import InfeasiblePlanError, SpecError
 from autopar.ir import TracedModel
 from autopar.mesh import Degrees
 from autopar.plan import Plan
 from autopar.search_spec import SearchSpec
-from autopar.specs import ClusterSpec, Pins, TrainSpec
+from autopar.specs import ClusterSpec, DeviceSpec, Pins, TrainSpec
 
-__all__ = ["Candidate", "SearchResult", "search"]
+__all__ = ["Candidate", "Run", "SearchResult", "least_evaluation", "search"]
 
 BATCH_PER_DEVICE = 4
 """Sequences per device when the user states no global batch: enough to fill a short pipeline. Reported."""
-
-_FRUGAL = 12
-"""Settings whose need of memory is worked out when none fits: those whose states take least."""
 
 _DTYPE_NAMES = {"bf16-mixed": "bf16"}
 
@@ -80,35 +81,47 @@ class SearchResult:
 
 def search(
     traced: TracedModel, cluster: ClusterSpec, train: TrainSpec, pins: Pins | None = None,
-    spec: SearchSpec | None = None,
+    spec: SearchSpec | None = None, memory_bytes: float | None = None,
 ) -> SearchResult:  # fmt: skip
     """The fastest plan of `traced` on `cluster` that fits in memory and respects the pins.
 
-    A time limit in `spec` ends the search once it has a plan; how far that can be from the best is `statistics["gap"]`.
+    `memory_bytes` is the most a device may hold, if that is less than it has; `objectives.search_for` follows the other
+    objectives of `spec`. A time limit ends the search once it has a plan; how far that can be from the best
+    is `statistics["gap"]`.
 
     Raises SpecError (a pin or specification that cannot be) or InfeasiblePlanError (no plan fits; says what binds).
     """
     started = time.perf_counter()
-    run = _Run(traced, cluster, train, pins or Pins(), spec or SearchSpec())
+    run = Run(traced, cluster, train, pins or Pins(), spec or SearchSpec(), memory_bytes)
     best = run.best()
-    plan = write_plan(traced, best, run.evaluator.price(best.setting), run.stated())
+    plan = run.plan_of(best, run.evaluator.price(best.setting))
     alternatives = tuple(run.candidate(e, best) for e in run.space.alternatives(best))
     statistics = run.statistics(best, time.perf_counter() - started)
     kept = ("solver", "status", "bound_s", "gap", "candidates", "pruned")
     plan = plan.replace(solver={name: statistics[name] for name in kept}, prediction=run.prediction(best))
-    notices = (*run.notices, *run.prices.counts.notes, *pins_without_effect(run.pins, plan.degrees.tp, plan.degrees.pp))
+    slow_link = across_slow_link(cluster, run.space.best_of_layout.values(), run.space.proven_s)
+    notices = (*run.notices, *run.prices.counts.notes, *pins_without_effect(run.pins, plan.degrees.tp, plan.degrees.pp),
+               *([slow_link] if slow_link else ()))  # fmt: skip
     return SearchResult(plan, alternatives, statistics, notices)
 
 
-class _Run:
+def least_evaluation(
+    traced: TracedModel, cluster: ClusterSpec, train: TrainSpec, pins: Pins | None, spec: SearchSpec
+) -> Evaluation:
+    """The setting that needs least device memory (`needed_bytes`), whether devices have it or not."""
+    return Run(traced, cluster, train, pins or Pins(), spec).least()
+
+
+class Run:
     """One search: what it was given, what it has priced so far."""
 
     def __init__(
-        self, traced: TracedModel, cluster: ClusterSpec, train: TrainSpec, pins: Pins, spec: SearchSpec | None = None
-    ) -> None:
+        self, traced: TracedModel, cluster: ClusterSpec, train: TrainSpec, pins: Pins, spec: SearchSpec | None = None,
+        memory_bytes: float | None = None,
+    ) -> None:  # fmt: skip
         self.traced, self.cluster, self.train, self.pins = traced, cluster, train, pins
         self.spec = spec or SearchSpec()
-        self.deadline_s = time.perf_counter() + (self.spec.time_limit_s or math.inf)
+        self.deadline_s = self.spec.deadline_s
         self.notices: list[str] = []
         if train.seq_len is None:
             raise SpecError("seq_len is not stated", where="train", try_="seq_len=2048")
@@ -130,13 +143,14 @@ class _Run:
             self._splits_backward(), self.prices.heads(), tuple(link.span for link in cluster.links),
         )  # fmt: skip
         self.partitions = enumerate_partitions(cluster.num_devices, self.global_batch, self.seq_len, self.limits, pins)
+        self.memory_bytes = _memory_limit(cluster.device, self.spec.memory_headroom, memory_bytes)
         # Under mixed precision the runtime adds 16-bit gradients to fp32 ones of the masters (runtime/precision.py).
         gradients = "fp32" if self.precision == "bf16-mixed" else cluster.stack.gradient_dtype
-        held = recipe(self.precision, train.optimizer, gradients)
-        self.evaluator = Evaluator(self.prices, cluster, held, self.partitions, pins, self.limits.splits_backward)
+        self.held = recipe(self.precision, train.optimizer, gradients)
+        self.evaluator = self._evaluator(self.memory_bytes)
         fit = [p for p in self.partitions if not self.evaluator.surely_too_big(p)]
         self.bounds = {p: self.evaluator.analytic_bound_s(p) for p in fit}
-        self.space = BranchAndBound(self.evaluator, self.bounds, self._settings, self.deadline_s)
+        self.space = BranchAndBound(self.evaluator, self.bounds, self.settings, self.deadline_s)
 
     def _default_batch(self) -> int:
         batch = BATCH_PER_DEVICE * self.cluster.num_devices
@@ -152,7 +166,7 @@ class _Run:
         most = sizes.most_common(1)[0][0]
         return own.get(most) == self.precision and all(s.requires_grad for s in self.traced.parameters.values())
 
-    def _settings(self, partition: Partition) -> list[Setting]:
+    def settings(self, partition: Partition) -> list[Setting]:
         return settings_of(partition, self.limits, self.pins)
 
     def best(self) -> Evaluation:
@@ -163,32 +177,34 @@ class _Run:
             self.notices.append(f"the time limit of {self.spec.time_limit_s:g} s ended the search")
         return found
 
-    def _infeasible(self) -> InfeasiblePlanError:
-        """Names the most frugal setting, its stage, and the bytes that are missing."""
-        device = self.cluster.device
-        frugal: dict[Degrees, Setting] = {}  # memory grows with the micro-batch, falls with every level of sharding
-        for partition in sorted(self.partitions, key=lambda p: (p.micro_batch, not p.sequence_sharding)):
-            if partition.degrees not in frugal:
-                frugal[partition.degrees] = max(
-                    self._settings(partition), key=lambda s: (s.zero, s.zero_shard, -s.virtual_stages)
-                )
-        near = sorted(frugal.values(), key=lambda s: self.evaluator.least_bytes(s))
-        found = [self.evaluator.lacking(s) for s in near[:_FRUGAL]]
-        nearest = min(found, key=lambda e: (e.needed_bytes, e.setting.order))
-        missing, s = nearest.needed_bytes - device.memory_bytes, nearest.setting
-        d = s.degrees
-        pinned = [text for text in self.pins.texts() if "." not in text]
-        return InfeasiblePlanError(
-            f"no plan fits in {device.memory_bytes / 2**30:.1f} GiB a device: even the most frugal (dp={d.dp} "
-            f"tp={d.tp} pp={d.pp}{f' cp={d.cp}' if d.cp > 1 else ''}, micro-batch {s.micro_batch}, zero {s.zero}) "
-            f"lacks {missing:.0f} bytes ({missing / 2**30:.2f} GiB) on stage {nearest.binding_stage}"
-            + (f" under the pins {', '.join(pinned)}" if pinned else ""),
-            where="memory",
-            try_=f"devices of at least {nearest.needed_bytes / 2**30:.1f} GiB, more devices, "
-            + ("or fewer pins" if pinned else "or a shorter sequence"),
-        )
+    def _evaluator(self, memory_bytes: float) -> Evaluator:
+        device = replace(self.cluster.device, memory_bytes=math.floor(memory_bytes))
+        return Evaluator(self.prices, replace(self.cluster, device=device), self.held, self.partitions, self.pins,
+                         self.limits.splits_backward)  # fmt: skip
 
-    def stated(self) -> dict[str, Any]:
+    def least(self) -> Evaluation:
+        """The setting that needs least memory."""
+        return least_memory(self.evaluator, self.partitions, self.settings)
+
+    def _infeasible(self) -> InfeasiblePlanError:
+        least = self.least()
+        roomy = self._evaluator(math.ceil(least.needed_bytes) + 1)
+        found = roomy.detailed(roomy.evaluate(least.setting))
+        shortage = Shortage(least, found.memory[least.binding_stage], self._checkpoint_text(found), found.step_s)
+        nearest = self.plan_of(found, roomy.price(found.setting))
+        train = replace(self.train, global_batch=self.global_batch)
+
+        def least_of(cluster: ClusterSpec, pins: Pins) -> Evaluation:
+            return Run(self.traced, cluster, train, pins, self.spec).least()
+
+        nearest = nearest.replace(prediction=self.prediction(found))
+        return explain_shortage(shortage, self.cluster, self.pins, self.memory_bytes, least_of, nearest)
+
+    def plan_of(self, found: Evaluation, price: SettingPrice) -> Plan:
+        """The choice written down, without its prediction."""
+        return write_plan(self.traced, found, price, self._stated())
+
+    def _stated(self) -> dict[str, Any]:
         """What a plan says besides the choice."""
         prints = {
             "model": self.traced.fingerprint,
@@ -201,7 +217,10 @@ class _Run:
     def prediction(self, best: Evaluation) -> dict[str, Any]:
         useful = 3 * self._useful_forward_flops(best.setting) * self.global_batch / best.setting.micro_batch
         devices, peak = self.cluster.num_devices, self.cluster.device.flops[self.dtype]
+        tokens, price = self.global_batch * self.seq_len, self.cluster.device.price_per_hour
+        cost = {} if price is None else {"cost_per_million_tokens": 1e6 * best.step_s * devices * price / 3600 / tokens}
         return {
+            **cost,
             "step_time_s": best.step_s,
             "tokens_per_s_per_device": self.global_batch * self.seq_len / best.step_s / devices,
             "mfu": useful / (best.step_s * devices * peak),
@@ -210,6 +229,7 @@ class _Run:
             "time_s": dict(best.time_s),
             "peak_memory_bytes": [dict(stage) for stage in best.memory],
             "collectives": [dict(c) for c in best.collectives],
+            "largest_activations": largest_kept(self.prices, self.evaluator.price(best.setting)),
         }
 
     def _useful_forward_flops(self, setting: Setting) -> float:
@@ -224,9 +244,9 @@ class _Run:
     def candidate(self, e: Evaluation, best: Evaluation) -> Candidate:
         s = e.setting
         peak = max((stage["total"] for stage in e.memory), default=None)
-        reason = reason_it_loses(e, best)
+        reason, bound_s = reason_it_loses(e, best), self.bounds.get(s.partition, 0.0)
         return Candidate(s.degrees, s.sequence_sharding, s.micro_batch, s.schedule, self._checkpoint_text(e), e.step_s,
-                         self.bounds[s.partition], e.time_s, peak, reason, s.virtual_stages, s.zero, s.zero_group,
+                         bound_s, e.time_s, peak, reason, s.virtual_stages, s.zero, s.zero_group,
                          s.exchange)  # fmt: skip
 
     def _checkpoint_text(self, e: Evaluation) -> str:
@@ -263,3 +283,14 @@ class _Run:
             "bound_s": bound,
             "gap": max(0.0, best.step_s / bound - 1),
         }
+
+
+def _memory_limit(device: DeviceSpec, headroom: float, memory_bytes: float | None) -> float:
+    """The most a device may hold. Raises SpecError if nothing is left after what is reserved."""
+    limit = min((1 - headroom) * device.memory_bytes, math.inf if memory_bytes is None else memory_bytes)
+    if limit <= device.reserved_bytes:
+        raise SpecError(
+            f"{limit / 2**30:.2f} GiB a device are left, {device.reserved_bytes / 2**30:.2f} GiB are reserved",
+            where="search.memory_headroom", try_="a smaller fraction",
+        )  # fmt: skip
+    return limit

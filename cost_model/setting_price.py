@@ -7,7 +7,7 @@ factor and the overhead of a step, which are the same for every setting of a clu
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from autopar.cost_model import memory
 from autopar.cost_model.candidates import Setting
@@ -144,15 +144,28 @@ class SettingPrice:
     def time_parts(self, solution: PipelineSolution) -> dict[str, float]:
         """Step time by part, read off the slowest stage; what the others make it wait is bubble."""
         stages = list(enumerate(solution.stages))
-        parts = self.step.step(
-            [self._stage_parts(s, stage) for s, stage in stages],
+        return self.named_step(
+            [self.stage_parts(s, stage) for s, stage in stages],
             [self.tail_parts(s, stage.counts) for s, stage in stages],
-            [self._weights_s(s, stage.counts) for s, stage in stages],
+            [self.weights_s(s, stage.counts) for s, stage in stages],
         )
+
+    def named_step(
+        self, stages: Sequence[Mapping[str, float]], tails: Sequence[Mapping[str, float]], weights_s: Sequence[float]
+    ) -> dict[str, float]:
+        """`StepPrice.step` under the names of TIME_PARTS."""
+        parts = self.step.step(stages, tails, weights_s)
         named = {_PART_NAMES.get(name, name): seconds for name, seconds in parts.items()}
         return {name: named.get(name, 0.0) for name in TIME_PARTS}
 
-    def _stage_parts(self, stage: int, price: StagePrice) -> dict[str, float]:
+    def layers_s(self) -> float:
+        """Seconds of one micro-batch through all layers, each in its fastest mode."""
+        fastest = [
+            min(sum(self.layer_parts(i, mode).values()) for mode in self.modes_of(i)) for i in range(len(self.classes))
+        ]
+        return sum(n * t for n, t in zip(self.prices.repeats.values(), fastest, strict=True))
+
+    def stage_parts(self, stage: int, price: StagePrice) -> dict[str, float]:
         layers = [
             (n, self.layer_parts(i, mode))
             for i, chosen in enumerate(price.modes)
@@ -161,7 +174,7 @@ class SettingPrice:
         ]
         return add_parts(*layers, *(self.step.end(unit) for unit in self.end_units(stage)), {"pp": self.send_s})
 
-    def _weights_s(self, stage: int, counts: Sequence[int]) -> float:
+    def weights_s(self, stage: int, counts: Sequence[int]) -> float:
         total = sum(n * self.step.weights_s(layer.unit) for n, layer in zip(counts, self.classes, strict=True))
         return total + sum(self.step.weights_s(unit) for unit in self.end_units(stage))
 
@@ -202,10 +215,10 @@ class SettingPrice:
 
     def memory(self, solution: PipelineSolution) -> tuple[dict[str, int], ...]:
         """Peak bytes by category of each stage; of each chunk of a rank, its rank's."""
-        ranks = [self._memory(s, stage) for s, stage in enumerate(solution.stages)]
+        ranks = [self.stage_bytes(s, stage) for s, stage in enumerate(solution.stages)]
         return tuple(ranks * self.setting.virtual_stages)
 
-    def _memory(self, stage: int, price: StagePrice) -> dict[str, int]:
+    def stage_bytes(self, stage: int, price: StagePrice) -> dict[str, int]:
         own, flight, problem = self.parameters(stage, price.counts), self.in_flight(stage), self.stage_cost(stage)
         parts = {name: own * nbytes for name, nbytes in self.state.items()}
         parts["communication"] = self.communication_bytes(stage)

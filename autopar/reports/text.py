@@ -93,6 +93,8 @@ def render(
         parts += [_section("Memory at the peak, per device"), _memory_table(plan.prediction, cluster)]
     if not timed:
         parts.append(Text("\nNo prediction: this plan was not priced."))
+    if plan.prediction.get("largest_activations"):
+        parts += [_section("Largest tensors kept for the backward"), _activation_table(plan.prediction)]
     parts += [_section("Layers"), _stage_table(plan)]
     if plan.parameters:
         parts += [_section("Weights over tp"), _weight_table(plan)]
@@ -118,6 +120,10 @@ def _to_text(content: RenderableType, width: int) -> str:
     Console(file=written, width=width, color_system=None, force_terminal=False, highlight=False).print(content)
     text = written.getvalue()
     return "\n".join(line.rstrip() for line in text.splitlines()).strip("\n") + "\n"
+
+
+def _groups_text(plan: Plan) -> str:
+    return ", ".join(f"{ranks}: {name}" for ranks, name in plan.groups.items())
 
 
 def _heading(plan: Plan, cluster: ClusterSpec | None, model: str) -> Text:
@@ -157,6 +163,8 @@ def _choices(plan: Plan) -> Table:
     table.add_row("checkpointing", _checkpoint_text(plan), "")
     table.add_row("ZeRO", str(plan.zero), "")
     table.add_row("precision", plan.precision, "")
+    if plan.groups:
+        table.add_row("ranks of groups", _groups_text(plan), "start these ranks on nodes of these groups")
     if plan.overlap:
         table.add_row("overlap", ", ".join(plan.overlap), "hidden behind compute")
     return table
@@ -182,6 +190,8 @@ def _time_table(prediction: Mapping[str, Any]) -> Table:
         table.add_row("tokens per second and device", f"{prediction['tokens_per_s_per_device']:,.0f}", "")
     if "mfu" in prediction:
         table.add_row("model FLOPs utilisation", "", percent_text(prediction["mfu"]))
+    if "cost_per_million_tokens" in prediction:
+        table.add_row("cost of a million tokens", f"{prediction['cost_per_million_tokens']:.3g}", "")
     return table
 
 
@@ -191,26 +201,50 @@ def _memory_table(prediction: Mapping[str, Any], cluster: ClusterSpec | None) ->
     categories = [key for key in stages[0] if key == "total" or any(stage.get(key) for stage in stages)]
     headers = ["stage", *(MEMORY_NAMES.get(key, key) for key in categories)]
     if cluster is not None:
-        headers.append(f"of {bytes_text(cluster.device.memory_bytes)}")
+        headers.append("of a device" if cluster.groups else f"of {bytes_text(cluster.device.memory_bytes)}")
+    limits = _limits(prediction, cluster)
     table = _table(*headers, numbers=len(headers) - 1)
-    for _, run in groupby(enumerate(stages), key=lambda item: dict(item[1])):
+    for _, run in groupby(enumerate(stages), key=lambda item: (dict(item[1]), limits[item[0]])):
         members = list(run)
         (low, stage), (high, _) = members[0], members[-1]
         row = [_range_text(low, high), *(bytes_text(stage.get(key, 0)) for key in categories)]
         if cluster is not None:
-            row.append(percent_text(stage["total"] / cluster.device.memory_bytes))
+            row.append(percent_text(stage["total"] / limits[low]))
         table.add_row(*row)
     return table
 
 
+def _activation_table(prediction: Mapping[str, Any]) -> Table:
+    table = _table("made by", "bytes a micro-batch and device", "layers", numbers=2)
+    for entry in prediction["largest_activations"]:
+        table.add_row(str(entry["tensor"]), bytes_text(entry["bytes"]), str(entry["layers"]))
+    return table
+
+
+def _limits(prediction: Mapping[str, Any], cluster: ClusterSpec | None) -> list[int]:
+    """Memory of each stage's devices, 0 without a cluster."""
+    count = len(prediction["peak_memory_bytes"])
+    if cluster is None:
+        return [0] * count
+    of_group = {group.name: group.device.memory_bytes for group in cluster.groups}
+    owner = prediction.get("stage_group") or [""] * count
+    return [of_group.get(name, cluster.device.memory_bytes) for name in owner]
+
+
 def _stage_table(plan: Plan) -> Table:
-    table = _table("stage", "layers", "count", "ranks", numbers=1, from_column=2)
+    """With unequal groups also whose devices a stage has, and the part of the step they are busy."""
+    busy, owner = plan.prediction.get("stage_busy"), plan.prediction.get("stage_group")
+    columns = ["stage", "layers", "count", "ranks", *(["group"] if owner else []), *(["busy"] if busy else [])]
+    table = _table(*columns, numbers=1, from_column=2)
     per_rank_block = plan.degrees.stride("pp")
     for index, entries in enumerate(plan.stages):
         # With several stages on a rank they go round the ranks in model order.
         first = (index % plan.degrees.pp) * per_rank_block
         count = sum(len(expand_path(entry)) for entry in entries)
-        table.add_row(str(index), _shortened(entries), str(count), _range_text(first, first + per_rank_block - 1))
+        row = [str(index), _shortened(entries), str(count), _range_text(first, first + per_rank_block - 1)]
+        row += [owner[index]] if owner else []
+        row += [percent_text(busy[index])] if busy else []
+        table.add_row(*row)
     return table
 
 

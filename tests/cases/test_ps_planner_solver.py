@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import replace
 
@@ -13,9 +14,11 @@ from torch import Tensor, nn
 from autopar.api import find_plan
 from autopar.cost_model import solver_backends
 from autopar.cost_model.search import SearchResult, search
+from autopar.errors import InfeasiblePlanError
 from autopar.hardware import preset
 from autopar.ir import TracedModel
 from autopar.passes import prepare
+from autopar.plan import Plan
 from autopar.search_spec import SearchSpec
 from autopar.specs import ClusterSpec, Pins, TrainSpec
 from autopar.trace import trace
@@ -56,11 +59,12 @@ def test_ps_03_identical_layers_cost_little(deep: TracedModel) -> None:
     assert sharded <= {"*"}
 
 
-@pytest.mark.parametrize("pins", [Pins(), Pins(tp=2), Pins(pp=2), Pins(pp=4)], ids=lambda pins: pins.texts())
-def test_ps_03_counting_equal_layers_changes_nothing(pins: Pins) -> None:
+@pytest.mark.parametrize("texts", [(), ("tp=2",), ("pp=2",), ("pp=4",)], ids=",".join)
+def test_ps_03_counting_equal_layers_changes_nothing(texts: tuple[str, ...]) -> None:
     """Four equal layers as one class or as three: equal objective. As four classes it is a little lower: nobody but the
     final norm reads what the last layer makes, so its gradient is not a sum, which the class prices for every layer."""
     traced, cluster = gpt_of(4), preset("local", 4)
+    pins = Pins.parse([*texts, "virtual_stages=1"])  # several chunks a rank need layers of one class
     first = min(s.index for s in traced.segments if s.kind == "layer")
 
     def split(classes: int) -> TracedModel:
@@ -126,6 +130,81 @@ def test_ps_04_without_any_solver_the_plan_is_stated_with_its_gap(monkeypatch: p
     assert result.statistics["bound_s"] <= best_s * (1 + 1e-9)
     assert found_s <= result.statistics["bound_s"] * (1 + result.statistics["gap"]) * (1 + 1e-9)
     assert any("pip install highspy" in note for note in result.notices)
+
+
+def small_cluster(memory_bytes: float, devices: int = 2) -> ClusterSpec:
+    local = preset("local", devices)
+    return replace(local, device=replace(local.device, memory_bytes=int(memory_bytes), reserved_bytes=0))
+
+
+@pytest.fixture(scope="module")
+def llama() -> TracedModel:
+    return prepare(trace(models.llama_tiny(), models.default_batch()))
+
+
+def refusal(traced: TracedModel, cluster: ClusterSpec, pins: Pins, train: TrainSpec = TRAIN) -> InfeasiblePlanError:
+    with pytest.raises(InfeasiblePlanError) as caught:
+        search(traced, cluster, train, pins)
+    return caught.value
+
+
+def needed_bytes(error: InfeasiblePlanError, given: int) -> int:
+    return given + int(re.findall(r"lacks (\d+) bytes", error.what)[0])
+
+
+@pytest.mark.parametrize("given", [1024, 0.9])
+@pytest.mark.parametrize(
+    "pins", [Pins(), Pins(tp=2), Pins(pp=2, microbatch=2)], ids=lambda pins: ",".join(pins.texts())
+)
+def test_ps_01_too_little_memory_names_what_would_do(llama: TracedModel, given: float, pins: Pins) -> None:
+    """1 kB, and 90 % of the minimum: the stage, the bytes by category, a memory that is enough and the plan on it."""
+    least = needed_bytes(refusal(llama, small_cluster(1024), pins), 1024)
+    memory_bytes = 1024 if given == 1024 else int(given * least)
+    error = refusal(llama, small_cluster(memory_bytes), pins)
+    assert error.where == "memory"
+    assert needed_bytes(error, memory_bytes) == pytest.approx(least, abs=2)
+    for word in ("on stage", "parameters", "gradients", "optimizer", "activations", "micro-batch"):
+        assert word in error.what
+    assert "devices of at least" in error.try_
+    assert isinstance(error.nearest_plan, Plan)
+    enough = search(llama, small_cluster(least + 2), TRAIN, pins).plan
+    assert error.nearest_plan.degrees == enough.degrees
+    assert error.nearest_plan.prediction["step_time_s"] >= enough.prediction["step_time_s"] * (1 - 1e-9)
+    assert refusal(llama, small_cluster(least - 64), pins)
+
+
+def test_ps_01_more_devices_that_would_do_are_named(llama: TracedModel) -> None:
+    least = needed_bytes(refusal(llama, small_cluster(1024), Pins()), 1024)
+    error = refusal(llama, small_cluster(0.9 * least), Pins())
+    (count,) = re.findall(r"(\d+) of these devices", error.try_)
+    assert search(llama, small_cluster(0.9 * least, int(count)), TRAIN).plan.degrees.world_size == int(count)
+    assert refusal(llama, small_cluster(0.9 * least, int(count) // 2), Pins())
+
+
+def test_ps_01_no_number_of_devices_is_named_where_none_is_enough(llama: TracedModel) -> None:
+    assert "of these devices" not in refusal(llama, small_cluster(1024), Pins()).try_
+
+
+def test_ps_01_a_batch_that_does_not_divide(llama: TracedModel) -> None:
+    error = refusal(llama, preset("local", 2), Pins(tp=1, pp=1, cp=1), TrainSpec(global_batch=3, seq_len=16))
+    assert "divide the global batch 3" in error.what
+    assert "multiple of 2" in error.try_
+
+
+def test_ps_02_the_pin_to_blame_is_named(llama: TracedModel) -> None:
+    """The embedding pinned replicated, and memory just below what that allows; the order of pins changes nothing."""
+    texts = ["tp=2", "model.embed_tokens=replicate"]
+    pinned = Pins.parse(texts)
+    with_pin = needed_bytes(refusal(llama, small_cluster(1024), pinned), 1024)
+    without = needed_bytes(refusal(llama, small_cluster(1024), Pins(tp=2)), 1024)
+    assert without < with_pin
+    memory_bytes = with_pin - 8
+    error = refusal(llama, small_cluster(memory_bytes), pinned)
+    assert "the pin model.embed_tokens=replicate is to blame" in error.what
+    assert "the pin tp=2 is to blame" not in error.what or without > memory_bytes
+    assert re.search(r"lacks [78] bytes", error.what)
+    assert str(refusal(llama, small_cluster(memory_bytes), Pins.parse(reversed(texts)))) == str(error)
+    assert search(llama, small_cluster(memory_bytes), TRAIN, Pins(tp=2)).plan.degrees.tp == 2
 
 
 def test_ps_06_a_time_limit_returns_a_plan_and_its_gap(deep: TracedModel) -> None:

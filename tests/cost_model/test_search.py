@@ -10,7 +10,7 @@ import torch
 from autopar.cost_model.candidates import settings_of
 from autopar.cost_model.evaluate import TIME_PARTS
 from autopar.cost_model.propagation import propagate
-from autopar.cost_model.search import _Run, search
+from autopar.cost_model.search import Run, search
 from autopar.errors import InfeasiblePlanError, SpecError
 from autopar.hardware import preset
 from autopar.ir import TracedModel
@@ -42,7 +42,7 @@ def cluster_of(memory_bytes: int, processes: int = 4) -> ClusterSpec:
 def test_pruning_never_loses_the_optimum(gpt: TracedModel, memory_bytes: int) -> None:
     """Every setting solved without any bound gives the same best step; no bound is above what it bounds."""
     cluster = cluster_of(memory_bytes)
-    exhaustive = _Run(gpt, cluster, TRAIN, Pins())
+    exhaustive = Run(gpt, cluster, TRAIN, Pins())
     expected = float("inf")
     for partition in exhaustive.partitions:
         analytic = exhaustive.evaluator.analytic_bound_s(partition)
@@ -159,7 +159,7 @@ def test_the_heaviest_stage_counts() -> None:
     """Field case pm-01: stages of 1, 2 and 1 layers hold 11328, 18560 and 11360 parameters; 18560 decides."""
     traced = prepare(trace(models.llama_tiny(dtype=torch.float32), models.default_batch()))
     assert traced.parameter_count == 41248
-    run = _Run(traced, preset("local", 3), TrainSpec(global_batch=6, seq_len=16), Pins(pp=3))
+    run = Run(traced, preset("local", 3), TrainSpec(global_batch=6, seq_len=16), Pins(pp=3))
     partition = next(p for p in run.partitions if p.micro_batch == 1)
     setting = next(s for s in settings_of(partition, run.limits, run.pins) if s.zero == 0 and s.virtual_stages == 1)
     evaluation = run.evaluator.detailed(run.evaluator.evaluate(setting))

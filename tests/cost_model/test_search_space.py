@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from autopar.cost_model.candidates import enumerate_partitions, settings_of
-from autopar.cost_model.search import _Run, search
+from autopar.cost_model.search import Run, search
 from autopar.errors import AutoparError, SpecError
 from autopar.hardware import preset
 from autopar.ir import TracedModel
@@ -53,7 +53,7 @@ def test_pins_are_kept_in_any_order_and_the_plan_runs(llama: TracedModel, text: 
 
 def test_every_setting_of_the_space_is_one_the_runtime_takes(llama: TracedModel) -> None:
     """Not only the best: one plan of each kind of setting, as it would be written."""
-    run = _Run(llama, preset("local", 4), TRAIN, Pins())
+    run = Run(llama, preset("local", 4), TRAIN, Pins())
     seen = set()
     for partition in run.partitions:
         for setting in settings_of(partition, run.limits, run.pins):

@@ -1,0 +1,123 @@
+"""Why nothing fits in memory: the stage that binds and by what, the pin to blame, and the nearest things that would do.
+
+Every statement is a search of its own: the most frugal setting is exact (`least_memory`), a pin is blamed only if there
+is a plan without it, and a number of devices is named only if a plan fits on it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from autopar.cost_model.evaluate import Evaluation
+from autopar.errors import InfeasiblePlanError, SpecError
+from autopar.mesh import AXES
+from autopar.specs import ClusterSpec, Pins
+
+__all__ = ["Shortage", "explain_shortage"]
+
+MOST_TIMES = 64
+"""A cluster so many times as large is the largest that is looked at."""
+
+_WORTH = 0.98
+"""Doubling devices has to lower the need at least to this part of it, else more of them are not the way."""
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """The setting that needs least, what its fullest stage holds by category, and how it would run."""
+
+    least: Evaluation
+    stage_bytes: Mapping[str, int]
+    checkpoint: str
+    step_s: float
+
+
+LeastOf = Callable[[ClusterSpec, Pins], Evaluation]
+
+
+def explain_shortage(
+    found: Shortage, cluster: ClusterSpec, pins: Pins, limit_bytes: float, least_of: LeastOf, nearest_plan: object
+) -> InfeasiblePlanError:
+    """`least_of` is the most frugal setting of another cluster or of other pins; it raises SpecError or
+    InfeasiblePlanError where there is none at all. `nearest_plan` runs on devices with the memory that is asked for."""
+    missing = math.ceil(found.least.needed_bytes - limit_bytes)
+    blamed = _blamed_pins(pins, cluster, limit_bytes, least_of)
+    what = (
+        f"no plan fits in {_gib(limit_bytes)} a device{_of_which(cluster, limit_bytes)}: even the most frugal "
+        f"({_setting_text(found)}) lacks {missing} bytes ({_gib(missing)}) on stage {found.least.binding_stage}, "
+        f"which needs {_gib(found.least.needed_bytes)}: {_categories(found.stage_bytes)}"
+    )
+    pinned = pins.texts()
+    if blamed:
+        what += "; " + "; ".join(blamed)
+    elif pinned:
+        what += f" under the pins {', '.join(pinned)}, none of which is to blame alone"
+    remedies = [f"devices of at least {_gib(found.least.needed_bytes, up=True)} (there this plan takes "
+                f"{found.step_s:.3g} s a step)"]  # fmt: skip
+    more = _enough_devices(cluster, pins, limit_bytes, found.least, least_of)
+    remedies.append(more or ("fewer pins" if pinned else "a shorter sequence"))
+    return InfeasiblePlanError(what, where="memory", try_=", or ".join(remedies), nearest_plan=nearest_plan)
+
+
+def _blamed_pins(pins: Pins, cluster: ClusterSpec, limit_bytes: float, least_of: LeastOf) -> list[str]:
+    """A sentence for every pin without which there is a plan, and what it costs."""
+    texts, found = pins.texts(), []
+    for text in texts:
+        without = Pins.parse(t for t in texts if t != text)
+        needed = _needed(cluster, without, least_of)
+        if needed <= limit_bytes:
+            found.append(f"the pin {text} is to blame, without it {_gib(needed)} are enough")
+    return found
+
+
+def _enough_devices(cluster: ClusterSpec, pins: Pins, limit_bytes: float, least: Evaluation, least_of: LeastOf) -> str:
+    """The smallest doubling of the cluster on which a plan fits, and that plan; "" if more devices are not the way."""
+    before, times = least.needed_bytes, 2
+    while times <= MOST_TIMES:
+        try:
+            found = least_of(cluster.resized(times * cluster.num_devices), pins)
+        except (InfeasiblePlanError, SpecError):  # degrees that are all pinned, or one device that nothing joins
+            return ""
+        if found.needed_bytes <= limit_bytes:
+            d = found.setting.degrees
+            degrees = " ".join(f"{axis}={getattr(d, axis)}" for axis in AXES if getattr(d, axis) > 1)
+            return f"{times * cluster.num_devices} of these devices ({degrees}, zero {found.setting.zero})"
+        if found.needed_bytes > _WORTH * before:
+            return ""
+        before, times = found.needed_bytes, 2 * times
+    return ""
+
+
+def _needed(cluster: ClusterSpec, pins: Pins, least_of: LeastOf) -> float:
+    try:
+        return least_of(cluster, pins).needed_bytes
+    except (InfeasiblePlanError, SpecError):
+        return math.inf
+
+
+def _setting_text(found: Shortage) -> str:
+    s = found.least.setting
+    degrees = " ".join(f"{axis}={getattr(s.degrees, axis)}" for axis in AXES if getattr(s.degrees, axis) > 1)
+    return f"{degrees or 'one device'}, micro-batch {s.micro_batch}, zero {s.zero}, checkpointing {found.checkpoint}"
+
+
+def _categories(stage_bytes: Mapping[str, int]) -> str:
+    """Largest first."""
+    parts = sorted(((n, name) for name, n in stage_bytes.items() if name != "total" and n), reverse=True)
+    return ", ".join(f"{name} {_gib(n)}" for n, name in parts)
+
+
+def _of_which(cluster: ClusterSpec, limit_bytes: float) -> str:
+    whole = cluster.device.memory_bytes
+    return f" ({_gib(whole)} less the headroom)" if limit_bytes < whole else ""
+
+
+def _gib(nbytes: float, *, up: bool = False) -> str:
+    """GiB with one digit; small sizes in the unit that shows them, so that a tiny model's need is not "0.0 GiB"."""
+    for scale, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if nbytes >= 0.1 * scale:
+            tenths = math.ceil(nbytes / scale * 10) if up else round(nbytes / scale * 10)
+            return f"{tenths / 10:.1f} {unit}"
+    return f"{math.ceil(nbytes)} bytes"

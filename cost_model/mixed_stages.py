@@ -1,0 +1,141 @@
+"""Stages on groups of unequal devices: one price table whose rows are each stage's on its own group.
+
+Every stage s lies in one group g(s), so its times, tails and bytes are what that group's `SettingPrice` says. Only the
+sends differ: inside a group they go over its links, from group to group over the link between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from autopar.cost_model.comm_cost import group_cost
+from autopar.cost_model.pipeline_ilp import PipelineSolution
+from autopar.cost_model.setting_collectives import collectives_of
+from autopar.cost_model.setting_price import SettingPrice
+from autopar.cost_model.stage_table import Floats, PipelineProblem, StagePrice, StageTable
+from autopar.mesh import Degrees
+from autopar.specs import ClusterSpec
+
+__all__ = ["MixedPrice", "MixedTable"]
+
+
+class MixedTable(StageTable):
+    """`tables[g]` prices every stage as if it lay in group g; row s is taken from `tables[owner[s]]`."""
+
+    def __init__(self, tables: Sequence[StageTable], owner: Sequence[int]) -> None:
+        first = tables[0]
+        most = max(table.problem.memory_bytes for table in tables)
+        self.problem = replace(first.problem, memory_bytes=most)
+        self.least, self.ids, self.counts, self.shifts = first.least, first.ids, first.counts, first.shifts
+        self._tables, self._owner = tables, owner
+        self._merge()
+
+    def _merge(self) -> None:
+        rows = list(enumerate(self._owner))
+        self.times = np.stack([self._tables[g].times[s] for s, g in rows])
+        self.exact = np.stack([self._tables[g].exact[s] for s, g in rows])
+        self.put_off_s = np.stack([self._tables[g].put_off_s[s] for s, g in rows])
+
+    def tails_where(self, wanted: npt.NDArray[np.bool_]) -> Floats:
+        rows = []
+        for s, g in enumerate(self._owner):
+            own = np.zeros_like(wanted)
+            own[s] = wanted[s]
+            rows.append(self._tables[g].tails_where(own)[s])
+        return np.stack(rows)
+
+    def settle(self, number: int) -> None:
+        for g in set(self._owner):
+            self._tables[g].settle(number)
+        self._merge()
+
+    def price(self, stage: int, number: int) -> StagePrice | None:
+        return self._tables[self._owner[stage]].price(stage, number)
+
+
+class MixedPrice:
+    """One setting whose stage s runs on group `owner[s]`; `prices[g]` is the setting on group g's devices."""
+
+    def __init__(self, prices: Sequence[SettingPrice], views: Sequence[ClusterSpec], owner: Sequence[int]) -> None:
+        self.prices, self.owner = prices, owner
+        self.setting, self.m = prices[0].setting, prices[0].m
+        self.slowdown = max(price.step.slowdown for price in prices)
+        self.overhead_s = max(price.step.overhead_s for price in prices)
+        self._inside_s = [
+            _send_inside_s(price, view, sum(g == i for g in owner))
+            for i, (price, view) in enumerate(zip(prices, views, strict=True))
+        ]
+
+    def send_s(self, stage: int) -> float:
+        """Receives of one micro-batch: activations from the stage before, gradients from the one behind. Where a stage
+        has one neighbour only, both are priced over the way to it, as for equal devices."""
+        group, last = self.owner[stage], len(self.owner) - 1
+        before, behind = (stage - 1 if stage > 0 else 1), (stage + 1 if stage < last else last - 1)
+        crossing = [self.owner[side] != group for side in (before, behind)]
+        return sum((self.prices[group].send_s if crosses else self._inside_s[group]) / 2 for crosses in crossing)
+
+    def table(self, segment: int) -> MixedTable:
+        return MixedTable([StageTable(self._problem(g, segment)) for g in range(len(self.prices))], self.owner)
+
+    def _problem(self, group: int, segment: int) -> PipelineProblem:
+        price = self.prices[group]
+        problem = price.problem(segment)
+        stages = tuple(
+            replace(cost, time_s=cost.time_s - price.send_s + self.send_s(s)) if self.owner[s] == group else cost
+            for s, cost in enumerate(problem.stages)
+        )
+        return replace(problem, stages=stages)
+
+    def bound_s(self) -> float:
+        """Lower bound of the step: layers divided among stages in proportion to their speed."""
+        whole = [price.layers_s() for price in self.prices]
+        slowest_s = 1 / sum(1 / whole[g] for g in self.owner) if min(whole) > 0 else 0.0
+        v = self.setting.virtual_stages
+        busy_s = (self.m - 1 / v) * slowest_s
+        if self.setting.schedule != "zero-bubble":
+            busy_s += min(whole) / v
+        return self.with_overhead(busy_s)
+
+    def with_overhead(self, busy_s: float) -> float:
+        return busy_s * self.slowdown + self.overhead_s
+
+    def without_overhead(self, step_s: float) -> float:
+        return (step_s - self.overhead_s) / self.slowdown
+
+    def time_parts(self, solution: PipelineSolution) -> dict[str, float]:
+        """Step time by part, read off the slowest stage; what the others make it wait is bubble."""
+        stages = [
+            (self.prices[g], s, stage) for s, (g, stage) in enumerate(zip(self.owner, solution.stages, strict=True))
+        ]
+        parts = []
+        for price, s, stage in stages:
+            named = price.stage_parts(s, stage)
+            parts.append({**named, "pp": named["pp"] - price.send_s + self.send_s(s)})
+        tails = [price.tail_parts(s, stage.counts) for price, s, stage in stages]
+        weights = [price.weights_s(s, stage.counts) for price, s, stage in stages]
+        found = self.prices[0].named_step(parts, tails, weights)
+        busy = sum(n for name, n in found.items() if name not in ("straggler", "overhead"))
+        return {**found, "straggler": busy * (self.slowdown - 1), "overhead": self.overhead_s}
+
+    def memory(self, solution: PipelineSolution) -> tuple[dict[str, int], ...]:
+        ranks = [self.prices[g].stage_bytes(s, stage)
+                 for s, (g, stage) in enumerate(zip(self.owner, solution.stages, strict=True))]  # fmt: skip
+        return tuple(ranks * self.setting.virtual_stages)
+
+    def collectives(self, solution: PipelineSolution) -> tuple[Mapping[str, object], ...]:
+        slowest = max(range(len(self.owner)), key=lambda s: solution.stages[s].time_s)
+        return collectives_of(self.prices[self.owner[slowest]], solution)
+
+
+def _send_inside_s(price: SettingPrice, view: ClusterSpec, stages: int) -> float:
+    """`price.send_s` where both neighbours are stages of the same group."""
+    if stages < 2:
+        return 0.0
+    d, step = price.setting.degrees, copy(price.step)
+    step.pp_group = group_cost(view, Degrees(pp=stages, dp=d.dp, cp=d.cp, tp=d.tp), "pp")
+    return step.send_s(price.blocks.border_bytes)

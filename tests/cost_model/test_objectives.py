@@ -1,0 +1,119 @@
+"""Objectives other than the step, and the memory that stays free."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from autopar.cost_model.least_memory import least_memory
+from autopar.cost_model.objectives import search_for
+from autopar.cost_model.search import Run, search
+from autopar.errors import InfeasiblePlanError, SpecError
+from autopar.hardware import preset
+from autopar.ir import TracedModel
+from autopar.passes import prepare
+from autopar.search_spec import SearchSpec
+from autopar.specs import ClusterSpec, Pins, TrainSpec
+from autopar.trace import trace
+from tests import models
+
+TRAIN = TrainSpec(global_batch=8, seq_len=16)
+
+
+@pytest.fixture(scope="module")
+def gpt() -> TracedModel:
+    return prepare(trace(models.tiny_gpt(dtype=torch.float32), models.default_batch()))
+
+
+def local(devices: int = 4, price: float | None = None) -> ClusterSpec:
+    cluster = preset("local", devices)
+    return replace(cluster, device=replace(cluster.device, reserved_bytes=0, price_per_hour=price))
+
+
+def peak_of(plan: object) -> int:
+    return max(stage["total"] for stage in plan.prediction["peak_memory_bytes"])  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("pins", [Pins(), Pins(tp=2), Pins(dp=4), Pins(zero=0), Pins(pp=2, schedule="gpipe")])
+def test_least_memory_is_the_least_of_all_settings(gpt: TracedModel, pins: Pins) -> None:
+    run = Run(gpt, local(), TRAIN, pins)
+    every = [run.evaluator.lacking(s).needed_bytes for p in run.partitions for s in run.settings(p)]
+    found = least_memory(run.evaluator, run.partitions, run.settings)
+    assert found.needed_bytes == pytest.approx(min(every), rel=1e-9)
+
+
+def test_objective_memory_is_the_fastest_plan_in_the_least_memory(gpt: TracedModel) -> None:
+    fastest = search_for(gpt, local(), TRAIN).plan
+    least = search_for(gpt, local(), TRAIN, spec=SearchSpec(objective="memory"))
+    assert peak_of(least.plan) < peak_of(fastest)
+    assert least.plan.prediction["step_time_s"] > fastest.prediction["step_time_s"]
+    assert any("objective memory" in note for note in least.notices)
+    with pytest.raises(InfeasiblePlanError):
+        search(gpt, local(), TRAIN, memory_bytes=peak_of(least.plan) - 16)
+
+
+def test_objective_cost_takes_as_many_devices_as_pay(gpt: TracedModel) -> None:
+    """A tiny model on slow links: one device is the cheapest per token, and the others are stated."""
+    spec = SearchSpec(objective="cost")
+    result = search_for(gpt, local(4, price=2.0), TRAIN, spec=spec)
+    each = {n: search(gpt, local(4, price=2.0).resized(n), TRAIN).plan.prediction["step_time_s"] for n in (1, 2, 4)}
+    best = min(each, key=lambda n: n * each[n])
+    assert result.plan.degrees.world_size == best
+    tokens = 8 * 16
+    expected = best * each[best] / 3600 * 2.0 / tokens * 1e6
+    assert result.plan.prediction["cost_per_million_tokens"] == pytest.approx(expected)
+    assert f"{best} of 4 devices" in result.notices[-1]
+
+
+def test_cost_needs_a_price_and_a_batch(gpt: TracedModel) -> None:
+    spec = SearchSpec(objective="cost")
+    with pytest.raises(SpecError, match="devices have no price"):
+        search_for(gpt, local(), TRAIN, spec=spec)
+    with pytest.raises(SpecError, match="no global batch is stated"):
+        search_for(gpt, local(price=1.0), TrainSpec(seq_len=16), spec=spec)
+
+
+def test_a_price_is_no_part_of_the_cluster_and_changes_no_plan(gpt: TracedModel) -> None:
+    assert local(price=3.0).fingerprint == local().fingerprint
+    free, priced = (search_for(gpt, local(price=price), TRAIN).plan for price in (None, 3.0))
+    assert free.fingerprint == priced.fingerprint
+    assert "cost_per_million_tokens" not in free.prediction
+
+
+def test_headroom_stays_free(gpt: TracedModel) -> None:
+    pins = Pins(pp=4)
+    peak = peak_of(search_for(gpt, local(), TRAIN, pins).plan)
+    cluster = replace(local(), device=replace(local().device, memory_bytes=peak))
+    assert peak_of(search_for(gpt, cluster, TRAIN, pins).plan) == peak
+    spare = search_for(gpt, cluster, TRAIN, pins, SearchSpec(memory_headroom=0.1)).plan
+    assert peak_of(spare) <= 0.9 * peak
+    assert spare.fingerprints == search_for(gpt, cluster, TRAIN, pins).plan.fingerprints
+    with pytest.raises(InfeasiblePlanError, match="less the headroom"):
+        search_for(gpt, cluster, TRAIN, pins, SearchSpec(memory_headroom=0.99))
+
+
+def test_headroom_that_leaves_less_than_is_reserved_is_refused(gpt: TracedModel) -> None:
+    with pytest.raises(SpecError, match=r"4.00 GiB are reserved. Try: a smaller fraction"):
+        search_for(gpt, preset("dgx-h100", 1), TRAIN, spec=SearchSpec(memory_headroom=0.96))
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [({"objective": "speed"}, "search.objective: 'speed' is not one of step-time, memory, cost"),
+     ({"memory_headroom": 1.0}, "search.memory_headroom: must be a fraction below 1"),
+     ({"memory_headroom": -0.1}, "search.memory_headroom"), ({"memory_headroom": float("nan")}, "memory_headroom")],
+)  # fmt: skip
+def test_a_bad_objective_is_refused(values: dict[str, object], text: str) -> None:
+    with pytest.raises(SpecError, match=text):
+        SearchSpec(**values)  # type: ignore[arg-type]
+
+
+def test_searches_of_one_limit_share_it() -> None:
+    spec = SearchSpec(time_limit_s=10.0)
+    deadline_s = spec.deadline_s
+    first = spec.share_of(deadline_s, 4)
+    assert first.time_limit_s == pytest.approx(2.5, abs=0.5)
+    assert spec.share_of(deadline_s - 20, 1).time_limit_s == pytest.approx(0.01)
+    assert SearchSpec().share_of(SearchSpec().deadline_s, 3) == SearchSpec()
