@@ -25,7 +25,8 @@ IDLE = {(4, 1): 0.60, (2, 2): 0.43, (1, 4): 0.27}
 
 @pytest.fixture(scope="module")
 def result() -> SearchResult:
-    # Wide layers and a small vocabulary: the stages are equal. Fast links and no launch cost: bound by compute.
+    # Wide layers and a small vocabulary: the stages are equal. Fast links, no launch cost and slow arithmetic: bound by
+    # compute, so that what the host adds to a step is nothing beside it.
     config = LlamaConfig(
         vocab_size=32, hidden_size=2048, intermediate_size=8192, num_hidden_layers=4, num_attention_heads=16
     )
@@ -33,7 +34,8 @@ def result() -> SearchResult:
         model = LlamaForCausalLM(config).train()
     cluster = ClusterSpec.preset("dgx-h100", nodes=2)
     fast = tuple(dataclasses.replace(link, bandwidth=1e18, latency=0.0) for link in cluster.links)
-    device = dataclasses.replace(cluster.device, launch_s=0.0, memory_bandwidth=1e18)
+    slow = {dtype: rate / 1000 for dtype, rate in cluster.device.flops.items()}
+    device = dataclasses.replace(cluster.device, launch_s=0.0, memory_bandwidth=1e18, flops=slow)
     cluster = dataclasses.replace(cluster, links=fast, device=device)
     # GPipe idles as 1F1B does, and runs with fewer micro-batches than stages too.
     pins = Pins(pp=4, cp=1, microbatch=1, checkpoint="none", schedule="gpipe", zero=0)
