@@ -26,7 +26,7 @@ class Layer(NamedTuple):
 
 
 _LAYER = re.compile(r"^((?:[^.]*[^.\d][^.]*\.)*?)(\d+)(?=\.|$)")
-_WHOLE = Layer("", "forward")
+_WHOLE = Layer("", "whole_model")
 
 
 def layer_of(path: str) -> tuple[str, int] | None:

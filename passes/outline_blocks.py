@@ -27,7 +27,8 @@ def outline_blocks(graph_module: fx.GraphModule, segments: Sequence[Segment]) ->
     for segment in segments:
         if segment.kind == "layer":
             name = segment.path.replace(".", "_")
-            name = name if name not in taken else f"{name}_{segment.index}"
+            # A layer of the root has the name of a module whose weights stand in the graph under theirs.
+            name = f"{name}_{segment.index}" if name in taken or hasattr(graph_module, name) else name
             taken.add(name)
             _outline(graph_module, segment, name)
     drop_dead_code(graph_module.graph)

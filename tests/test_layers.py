@@ -107,7 +107,7 @@ LAYERS = {
     Named: ["first", "second", "third"],
     Chain: ["net.0", "net.2", "net.4"],
     Wrapped: ["core.one", "core.two"],
-    InTurns: ["forward"],
+    InTurns: ["whole_model"],
 }
 
 
