@@ -159,7 +159,7 @@ def build(
         traced,
         plan,
         stages,
-        token_count=None if called_only else passes.token_count(traced),
+        token_count=None if called_only else passes.token_count(traced, plan),
         whole=whole,
         seed=seed,
         evaluates_otherwise=otherwise,

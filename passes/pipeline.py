@@ -28,7 +28,7 @@ from autopar.passes.rows_apart import check_rows_apart
 from autopar.passes.seed_dropout import seed_dropout
 from autopar.passes.shard_parameters import shard_parameters
 from autopar.passes.split_stages import split_stages, stage_of_segments
-from autopar.passes.token_loss import loss_term, sum_loss
+from autopar.passes.token_loss import cuts_batch, sum_loss
 from autopar.plan import Plan, match_path
 from autopar.printing import diff_graphs, format_graph
 
@@ -61,19 +61,22 @@ def apply(
 ) -> tuple[StageGraph, ...]:
     """All stages of `plan` for a prepared model.
 
-    outputs: "loss" for the training step (returns `loss_sum` [1], unscaled), "all" for the user's own outputs.
+    outputs: "loss" for the training step (returns `loss_sum` [terms]), "all" for the user's own outputs; with
+    dp > 1 `loss_sum` takes the place of the loss.
     seed: of dropout. Masks depend on it, the op and the row, not on the plan.
     show: called with the text diff of each pass.
     Raises PlanMismatchError if the plan does not fit the model, PassError if a pass cannot keep its promise.
     """
     _check(traced, plan)
-    if plan.degrees.dp * plan.micro_batches > 1 and traced.loss is not None:
-        check_rows_apart(traced, loss_term(traced))
+    if cuts_batch(plan) and traced.loss is not None:
+        check_rows_apart(traced, outputs=outputs == "all")
     check_updates(traced, plan)
     graph_module = copy_graph(traced.graph_module)
     names = traced.outputs
     if outputs == "loss":
-        graph_module, names = sum_loss(graph_module, traced), ("loss_sum",)
+        graph_module, names = sum_loss(graph_module, traced, plan), ("loss_sum",)
+    elif plan.degrees.dp > 1 and traced.loss is not None:
+        graph_module = sum_loss(graph_module, traced, plan, others=True)
     traced = replace(traced, graph_module=graph_module)
     before = format_graph(graph_module.graph) if show else ""
     for name, rewrite in PASSES:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 
+import sympy
 from torch import fx
 
-from autopar.blocks import annotate
+from autopar.blocks import annotate, op_name
 from autopar.cost_model.strategy_table import ops_without_rule
+from autopar.errors import UnsupportedModelError
 from autopar.ir import TracedModel
 from autopar.passes.buffer_updates import updated_buffers
 from autopar.passes.canonicalize import canonicalize
@@ -25,9 +27,23 @@ def prepare(traced: TracedModel) -> TracedModel:
     canonicalize(graph_module)
     heads_apart(graph_module)
     fold_masks(graph_module, traced.inputs)
+    _refuse_sizes_of_values(graph_module.graph, {traced.batch, traced.seq})
     segments = annotate(graph_module.graph, traced.parameters)
     prepared = replace(traced, graph_module=graph_module, segments=segments)
     return replace(prepared, notices=(*traced.notices, *_notices(prepared)))
+
+
+def _refuse_sizes_of_values(graph: fx.Graph, known: set[sympy.Symbol]) -> None:
+    """Sizes that depend on values, as of `logits[mask]`, can neither be priced nor cut."""
+    for node in graph.nodes:
+        shape = node.meta.get("shape")
+        sizes = [s for dims in (shape if shape and isinstance(shape[0], tuple) else [shape or ()]) for s in dims]
+        if any(getattr(size, "free_symbols", set()) - known for size in sizes):
+            raise UnsupportedModelError(
+                f"the size of the result of {op_name(node)} depends on values",
+                where=str(node.meta.get("path") or "forward"),
+                try_="keep all elements and mark those left out: torch.where(mask, target, -100) for a masked loss",
+            )
 
 
 def _notices(traced: TracedModel) -> list[str]:

@@ -1,17 +1,20 @@
-"""Turn the model's mean loss into (sum over tokens, number of tokens), which are the same however a batch is cut.
+"""Turn the model's loss into sums over tokens, which are the same however a batch is cut.
 
-before    the loss output is cross_entropy_loss(reduction=mean) over non-ignored targets, or another mean, perhaps
-scaled after     the graph returns `loss_sum` of shape [1]; `token_count` builds the graph of the count from the inputs
-alone requires  canonicalize
-ensures   sum of loss_sum over all micro-batches and replicas / sum of counts = the model's loss on the whole batch
+before    the loss output is a sum of means (or sums) over tokens, perhaps scaled; see loss_terms
+after     the graph returns `loss_sum`, a vector of one sum for each term; `token_count` builds the graph of what they
+          are divided by, from the inputs alone
+requires  canonicalize
+ensures   (sum of loss_sum over all micro-batches and replicas) / (divisors of the whole batch), added up, is the
+          model's loss on the whole batch. A loss that is none of this stays whole where the plan cuts no batch
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import functools
+import operator
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
@@ -19,227 +22,232 @@ from autopar.blocks import op_name
 from autopar.errors import UnsupportedModelError
 from autopar.ir import TracedModel
 from autopar.passes.dead_code import drop_dead_code, is_update
+from autopar.passes.loss_terms import Insert, Term, loss_node, loss_terms, numel, output_node
 from autopar.passes.prepare import copy_graph
-from autopar.runtime.losses import cross_entropy_sum
+from autopar.plan import Plan
+from autopar.runtime.tokens import over_replicas
 
-__all__ = ["loss_term", "sum_loss", "token_count"]
+__all__ = ["cuts_batch", "sum_loss", "token_count"]
 
 aten = torch.ops.aten
-_MEAN, _SUM = 1, 2
-_LINEAR = ("to", "reshape", "mul", "div", "neg", "squeeze", "unsqueeze")
 
 
-def sum_loss(graph_module: fx.GraphModule, traced: TracedModel) -> fx.GraphModule:
-    """Make `loss_sum` [1] the only output of `graph_module`, in place."""
+def cuts_batch(plan: Plan) -> bool:
+    """Whether a step of `plan` sees its global batch in several parts."""
+    return plan.degrees.dp * plan.degrees.cp * plan.micro_batches > 1
+
+
+def sum_loss(graph_module: fx.GraphModule, traced: TracedModel, plan: Plan, *, others: bool = False) -> fx.GraphModule:
+    """Make `loss_sum` [terms] the only output of `graph_module`, in place; with `others` it takes the loss's place."""
     graph = graph_module.graph
-    loss = _loss_node(graph, traced)
-    term = _term(loss)
-    with graph.inserting_before(term.node):
-        total = term.make_sum(graph)
-        total.meta = {**term.node.meta}
-    term.node.replace_all_uses_with(total)
-    output = _output(graph)
-    loss = total if loss is term.node else loss
+    output = output_node(graph)
+    terms = _terms_or_whole(graph, traced, plan)
+    sums = [loss_node(graph, traced)] if terms is None else [_summed(graph, term) for term in terms]
+    meta = sums[0].meta
     with graph.inserting_before(output):
-        vector = graph.call_function(aten.reshape.default, (loss, [1]))
-        vector.meta = {**loss.meta, "shape": (1,), "key": "::loss_sum#0"}
-    output.args = ((vector,),)
+        vectors = [
+            _new(graph, aten.reshape.default, (x, [1]), x.meta, f"::loss_term#{i}", (1,)) for i, x in enumerate(sums)
+        ]
+        vector = vectors[0]
+        if len(vectors) > 1:
+            vector = _new(graph, aten.cat.default, (vectors,), meta, "::loss_sum#1", (len(vectors),))
+    vector.meta["key"] = "::loss_sum#0"
+    if others:
+        loss = loss_node(graph, traced)
+        output.args = (tuple(vector if x is loss else x for x in output.args[0]),)  # type: ignore[union-attr]
+    else:
+        output.args = ((vector,),)
     return _clean(graph_module)
 
 
-def loss_term(traced: TracedModel) -> fx.Node:
-    """The op that averages, below any scaling by constants. Raises UnsupportedModelError if there is none."""
-    return _term(_loss_node(traced.graph_module.graph, traced)).node
+def token_count(traced: TracedModel, plan: Plan) -> fx.GraphModule:
+    """A graph from the model inputs it needs to what the terms of `loss_sum` are divided by, [terms] in fp64.
 
-
-def token_count(traced: TracedModel) -> fx.GraphModule | None:
-    """A graph from the model inputs it needs to the number of loss terms (0-d); None if the loss already is a sum."""
+    meta: "ignored", the target that counts nothing in any term, or None if some term counts every token; "whole",
+    whether the loss is one that a batch cannot be cut for.
+    """
     graph_module = copy_graph(traced.graph_module)
     graph = graph_module.graph
-    term = _term(_loss_node(graph, traced))
-    output = _output(graph)
+    output = output_node(graph)
+    terms = _terms_or_whole(graph, traced, plan)
     with graph.inserting_before(output):
-        count = term.make_count(graph)
-    if count is None:
-        return None
-    output.args = (count,)
-    for node in [n for n in graph.nodes if is_update(n)]:
-        graph.erase_node(node)  # counting is no step
+        divisors = _Divisors(graph, traced)
+        each = [divisors.of(term) for term in terms or (Term(loss_node(graph, traced), _unchanged),)]
+        divisors.finish()
+        stacked = graph.call_function(torch.stack, (each,))
+    output.args = (stacked,)
     _clean(graph_module)
     for node in list(graph.nodes):
         if node.op == "placeholder" and not node.users:
             graph.erase_node(node)
         elif node.op == "get_attr" and node.meta["grad"]:
-            raise UnsupportedModelError("the number of loss terms depends on activations", where="loss", try_=_ADVICE)
+            raise UnsupportedModelError(
+                "what the loss is divided by depends on weights",
+                where="loss",
+                try_=_DIVISORS,
+            )
     counter = fx.GraphModule(graph_module, graph, "TokenCount")
-    counter.meta["ignore_index"] = term.ignore_index
+    ignored = {term.ignored for term in terms or ()}
+    counter.meta["ignored"] = ignored.pop() if len(ignored) == 1 else None
+    counter.meta["whole"] = terms is None
     return counter
 
 
-@dataclass(frozen=True)
-class _Term:
-    """The averaging op under the loss: how to make it a sum, and what it averages over."""
-
-    node: fx.Node
-    make_sum: Callable[[fx.Graph], fx.Node]
-    make_count: Callable[[fx.Graph], fx.Node | None]
-    ignore_index: int = -100
-
-
-_ADVICE = "let forward return one mean cross entropy over tokens, or pass loss_fn"
+def _terms_or_whole(graph: fx.Graph, traced: TracedModel, plan: Plan) -> tuple[Term, ...] | None:
+    """None: the loss is no sum over tokens, and the plan runs the batch in one piece."""
+    try:
+        return loss_terms(graph, traced)
+    except UnsupportedModelError:
+        if cuts_batch(plan) or traced.loss is None:
+            raise
+        return None
 
 
-def _loss_node(graph: fx.Graph, traced: TracedModel) -> fx.Node:
-    if traced.loss is None:
+def _unchanged(graph: fx.Graph) -> fx.Node:
+    raise AssertionError("a whole loss has no sum")
+
+
+def _new(graph: fx.Graph, target: Any, args: Any, meta: dict[str, Any], key: str, shape: tuple[int, ...]) -> fx.Node:
+    node = graph.call_function(target, args)
+    node.meta = {**meta, "key": key, "shape": shape}
+    return node
+
+
+def _summed(graph: fx.Graph, term: Term) -> fx.Node:
+    """The term's sum with the scaling between it and the loss done again on it."""
+    with graph.inserting_after(term.node):
+        anchor = graph.call_function(aten.alias.default, (term.node,))  # a place in order, erased below
+    with graph.inserting_before(anchor):
+        value = term.total(graph)
+        value.meta = {**term.node.meta}
+    graph.erase_node(anchor)
+    for i, (step, position) in enumerate(term.steps):
+        with graph.inserting_before(step):
+            value = _again(graph, step, position, value, f"::loss_scaling#{i}")
+    return value
+
+
+def _again(graph: fx.Graph, step: fx.Node, position: int, value: fx.Node, key: str) -> fx.Node:
+    """`step` applied to the term alone."""
+    if op_name(step) not in ("add", "sub"):
+        args = tuple(value if i == position else a for i, a in enumerate(step.args))
+        node = graph.call_function(step.target, args, dict(step.kwargs))  # type: ignore[arg-type]
+    else:
+        alpha = step.kwargs.get("alpha", 1) if position else 1
+        factor = -alpha if position and op_name(step) == "sub" else alpha  # type: ignore[operator]
+        if factor == 1:
+            return value
+        node = graph.call_function(aten.mul.Tensor, (value, factor))
+    node.meta = {**step.meta, "key": f"{value.meta['key']}{key}"}
+    return node
+
+
+class _Divisors:
+    """Builds the divisors of the whole batch: sums over this rank's rows, added over dp, then what is made of them."""
+
+    def __init__(self, graph: fx.Graph, traced: TracedModel) -> None:
+        self._graph, self._batch = graph, traced.batch
+        self._inputs = {n: n.meta["shape"] for n in graph.nodes if n.op == "placeholder"}
+        self._sums: list[fx.Node] = []
+        self._made: dict[fx.Node, Any] = {}
+        # Totals are the elements of one vector, summed over dp at once; its argument is known when all of them are.
+        self._vector = graph.call_function(over_replicas, (None,), {"group": "dp"})
+
+    def of(self, term: Term) -> fx.Node:
+        """What divides the term, 0-d fp64; 1 for a plain sum."""
+        result = self._call(torch.ones, (), **_DOUBLE)
+        if term.count is not None:
+            result = self._total(term.count)
+        if term.sizes is not None:
+            result = self._size(term.sizes)
+        for step, position in term.scalings:
+            factor = self._call(torch.as_tensor, self._whole(step.args[position]), **_DOUBLE)
+            result = self._call(torch.mul if op_name(step) == "div" else torch.div, result, factor)
+        return result
+
+    def finish(self) -> None:
+        if not self._sums:
+            self._graph.erase_node(self._vector)
+            return
+        with self._graph.inserting_before(self._vector):
+            self._vector.args = (self._call(torch.stack, self._sums),)
+
+    def _call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        return self._graph.call_function(target, args, kwargs)
+
+    def _total(self, rows: Insert) -> fx.Node:
+        """What `rows` makes of this rank's rows, 0-d, summed over dp."""
+        with self._graph.inserting_before(self._vector):
+            self._sums.append(self._call(torch.as_tensor, rows(self._graph), **_DOUBLE))
+        return self._call(torch.select, self._vector, 0, len(self._sums) - 1)
+
+    def _size(self, expression: Any) -> Any:
+        """An expression in (batch, seq), at the size of the whole batch."""
+        expression = sympy.sympify(expression)
+        if expression.is_Integer:
+            return int(expression)
+        if expression.is_Symbol:
+            return self._symbol(expression)
+        target = _ARITHMETIC.get(expression.func)
+        if target is None:
+            raise UnsupportedModelError(f"the loss is divided by {expression}", where="loss", try_=_DIVISORS)
+        parts = [self._size(part) for part in expression.args]
+        return functools.reduce(lambda a, b: self._call(target, a, b), parts)
+
+    def _symbol(self, symbol: sympy.Symbol) -> fx.Node:
+        for node, shape in self._inputs.items():
+            if symbol in shape:
+                size = functools.partial(_size_of, node, shape.index(symbol))
+                return (
+                    self._total(size)
+                    if symbol == self._batch
+                    else self._call(torch.as_tensor, size(self._graph), **_DOUBLE)
+                )
+        raise UnsupportedModelError(f"the loss averages over {symbol}, not an input size", where="loss", try_=_DIVISORS)
+
+    def _whole(self, node: Any) -> Any:
+        """`node`, a number that the inputs give, for the whole batch."""
+        if not isinstance(node, fx.Node):
+            return node
+        if node not in self._made:
+            self._made[node] = self._new_whole(node)
+        return self._made[node]
+
+    def _new_whole(self, node: fx.Node) -> Any:
+        name = op_name(node) if node.op == "call_function" else node.op
+        shape = node.meta["shape"]
+        if name == "sym_size":
+            source, dim = node.args[:2]
+            return self._size(source.meta["shape"][dim])  # type: ignore[union-attr, index]
+        if name == "sym_numel":
+            return self._size(numel(node.all_input_nodes[0]))
+        if name in ("placeholder", "get_attr") and shape == ():
+            return node
+        if name in ("sum", "mean", "count_nonzero") and shape == () and isinstance(node.args[0], fx.Node):
+            x = node.args[0]
+            total = self._total(lambda graph: graph.call_function(_counting(name), (x,)))
+            return total if name != "mean" else self._call(torch.div, total, self._size(numel(x)))
+        numbers = all(n.meta["shape"] in ((), None) for n in node.all_input_nodes)
+        if shape in ((), None) and node.op == "call_function" and node.all_input_nodes and numbers:
+            return self._graph.node_copy(node, self._whole)
         raise UnsupportedModelError(
-            "the model returns no scalar loss", where="forward", try_="pass labels in the example, or a loss_fn"
+            f"the loss is divided by the result of {name}, which is not made of sums over the batch",
+            where=str(node.meta.get("path") or "loss"),
+            try_=_DIVISORS,
         )
-    loss = _output(graph).args[0][traced.loss]  # type: ignore[index]
-    assert isinstance(loss, fx.Node)
-    return loss
 
 
-def _output(graph: fx.Graph) -> fx.Node:
-    output: fx.Node = next(n for n in reversed(graph.nodes) if n.op == "output")
-    return output
+_DIVISORS = "a divisor made of sums over the inputs and of their sizes, like mask.sum().clamp(min=1)"
+_DOUBLE: dict[str, Any] = {"dtype": torch.float64, "device": torch.device("cpu")}  # moved when localized
+_ARITHMETIC = {sympy.Add: operator.add, sympy.Mul: operator.mul}
 
 
-def _term(loss: fx.Node) -> _Term:
-    """Walk down from the loss through scaling by constants to the op that averages."""
-    node = loss
-    while (below := _below_scaling(node)) is not None:
-        node = below
-    build = _TERMS.get(op_name(node)) if node.op == "call_function" else None
-    term = build(node) if build else None
-    if term is None:
-        raise UnsupportedModelError(
-            f"the loss ends in {op_name(node)}, which is not known to be a mean over tokens",
-            where=str(node.meta.get("path") or "forward"),
-            try_=_ADVICE,
-        )
-    return term
+def _counting(name: str) -> Any:
+    return aten.count_nonzero.default if name == "count_nonzero" else aten.sum.default
 
 
-def _below_scaling(node: fx.Node) -> fx.Node | None:
-    """What `node` multiplies by a constant, or by a number the batch brings along (`num_items_in_batch`)."""
-    if node.op != "call_function" or op_name(node) not in _LINEAR:
-        return None
-    first = node.args[0]
-    others = [n for n in node.all_input_nodes if n is not first]
-    twice = sum(a is first for a in node.args) > 1
-    return first if isinstance(first, fx.Node) and not twice and all(_is_number(n) for n in others) else None
-
-
-def _is_number(node: fx.Node) -> bool:
-    """A 0-d value computed from 0-d inputs alone: the same for every part of a batch."""
-    if node.op == "placeholder":
-        return bool(node.meta["shape"] == ())
-    computed = node.op == "call_function" and node.meta["shape"] == () and bool(node.all_input_nodes)
-    return computed and all(_is_number(n) for n in node.all_input_nodes)
-
-
-def _argument(node: fx.Node, index: int, name: str, default: Any) -> Any:
-    return node.args[index] if len(node.args) > index else node.kwargs.get(name, default)
-
-
-def _cross_entropy(node: fx.Node) -> _Term | None:
-    logits, target = node.args[0], _argument(node, 1, "target", None)
-    weight = _argument(node, 2, "weight", None)
-    reduction, ignore = _argument(node, 3, "reduction", _MEAN), _argument(node, 4, "ignore_index", -100)
-    smoothing = _argument(node, 5, "label_smoothing", 0.0)
-    if weight is not None or reduction not in (_MEAN, _SUM):
-        return None
-    if not isinstance(target, fx.Node) or not isinstance(logits, fx.Node):
-        return None
-    if target.meta["dtype"].is_floating_point or len(logits.meta["shape"]) != len(target.meta["shape"]) + 1:
-        return None
-    if node.target is aten.cross_entropy_loss.default and len(logits.meta["shape"]) != 2:
-        return None  # torch has the classes in dim 1 there; canonicalize moves them where it can
-
-    def make_sum(graph: fx.Graph) -> fx.Node:
-        options = {"ignore_index": ignore, "label_smoothing": smoothing}
-        return graph.call_function(cross_entropy_sum, _by_sequence(graph, logits, target, ignore), options)
-
-    def make_count(graph: fx.Graph) -> fx.Node | None:
-        if reduction == _SUM:
-            return None
-        return graph.call_function(aten.sum.default, (graph.call_function(aten.ne.Scalar, (target, ignore)),))
-
-    return _Term(node, make_sum, make_count, ignore)
-
-
-def _by_sequence(graph: fx.Graph, logits: Any, target: fx.Node, ignore: int) -> tuple[fx.Node, fx.Node]:
-    """(logits, target) in which "drop the last logit, drop the first label" became a label that is ignored: it adds
-    nothing to a sum and keeps every token in its place, so that the sequence can be sharded."""
-    if len(logits.meta["shape"]) != 3:
-        return logits, target
-    whole, labels = _cut(logits, 0), _cut(target, 1)
-    if whole is None or labels is None or whole.meta["shape"][:-1] != labels.meta["shape"]:
-        return logits, target
-    padded = graph.call_function(aten.constant_pad_nd.default, (target, [0, 1], ignore))
-    padded.meta = {**target.meta, "shape": labels.meta["shape"], "key": f"{target.meta['path']}::shifted_labels#0"}
-    return whole, padded
-
-
-def _cut(node: fx.Node, side: int) -> fx.Node | None:
-    """The tensor of which `node` drops one token of dim 1: the last (side 0) or the first (side 1)."""
-    if op_name(node) != "slice" or len(node.args) < 4 or node.args[1] != 1 or len(node.args) > 4:
-        return None
-    source = node.args[0]
-    assert isinstance(source, fx.Node)
-    one_less = source.meta["shape"][1] - node.meta["shape"][1] == 1
-    return source if one_less and node.args[2] in ((None, 0), (1,))[side] else None
-
-
-def _mean(node: fx.Node) -> _Term | None:
-    x = node.args[0]
-    if len(node.args) > 1 or node.kwargs or not isinstance(x, fx.Node):
-        return None
-
-    def make_sum(graph: fx.Graph) -> fx.Node:
-        return graph.call_function(aten.sum.default, (x,))
-
-    return _Term(node, make_sum, lambda graph: _numel(graph, x))
-
-
-def _squared_error(node: fx.Node) -> _Term | None:
-    x, y = node.args[:2]
-    reduction = _argument(node, 2, "reduction", _MEAN)
-    if reduction not in (_MEAN, _SUM) or not isinstance(x, fx.Node):
-        return None
-    target = node.target
-    assert callable(target)
-
-    def make_sum(graph: fx.Graph) -> fx.Node:
-        return graph.call_function(target, (x, y, _SUM))
-
-    return _Term(node, make_sum, lambda graph: _numel(graph, x) if reduction == _MEAN else None)
-
-
-def _numel(graph: fx.Graph, x: fx.Node) -> fx.Node:
-    """Number of elements from sizes of the inputs, without running the model."""
-    shape = x.meta["shape"]
-    total: Any = 1
-    for size in shape:
-        factor = size if isinstance(size, int) else _input_size(graph, size)
-        total = factor if total == 1 else graph.call_function(torch.mul, (total, factor))
-    return graph.call_function(torch.as_tensor, (total,))
-
-
-def _input_size(graph: fx.Graph, size: Any) -> fx.Node:
-    for node in graph.nodes:
-        if node.op == "placeholder" and size in node.meta["shape"]:
-            dim = node.meta["shape"].index(size)
-            return graph.call_function(torch.as_tensor, (graph.call_function(aten.sym_size.int, (node, dim)),))
-    raise UnsupportedModelError(f"the loss averages over {size}, not an input size", where="loss", try_=_ADVICE)
-
-
-_TERMS: dict[str, Callable[[fx.Node], _Term | None]] = {
-    "cross_entropy_loss": _cross_entropy,
-    "mean": _mean,
-    "mse_loss": _squared_error,
-    "l1_loss": _squared_error,
-}
+def _size_of(node: fx.Node, dim: int, graph: fx.Graph) -> fx.Node:
+    return graph.call_function(aten.sym_size.int, (node, dim))
 
 
 def _clean(graph_module: fx.GraphModule) -> fx.GraphModule:

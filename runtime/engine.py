@@ -34,7 +34,7 @@ from autopar.runtime.sequence import sequence_length
 from autopar.runtime.stage import localize, set_training
 from autopar.runtime.state import LocalState
 from autopar.runtime.step_trace import StepTrace
-from autopar.runtime.tokens import TokenCounter
+from autopar.runtime.tokens import TokenCounter, divided
 from autopar.runtime.world import World
 from autopar.runtime.zero import ShardedStage, shard_stage
 
@@ -45,7 +45,7 @@ class ParallelModule(nn.Module):
     """A model cut by a plan. Collective: every rank builds it with the same model and plan, and calls it alike.
 
     stages       one graph per pipeline stage; this rank runs those at its position on pp, and every pp-th after it
-    token_count  graph from model inputs to the number of tokens the loss averages over
+    token_count  graph from model inputs to what the terms of the loss are divided by; see passes/token_loss.py
     whole        `whole(training)` builds the graph with all the user's outputs in training or evaluation mode, for
                  `pm(**batch)`; None under pipeline parallelism
     evaluates_otherwise  whether forward in evaluation mode differs by more than dropout: then `step` only trains
@@ -97,8 +97,10 @@ class ParallelModule(nn.Module):
         self._whole: dict[bool, tuple[WholeForward, frozenset[str]]] = {}  # by mode, with the inputs it takes
         self._build_whole = whole
         self._evaluates_otherwise = evaluates_otherwise
-        self._counter = TokenCounter(None if token_count is None else localize(token_count, {}, {}, device), self.world)
-        self._tokens = torch.ones((), device=device)
+        if token_count is not None:
+            token_count = localize(token_count, {}, self.world.group_names(), device)
+        self._counter = TokenCounter(token_count, self.world)
+        self._divisors = torch.ones(1, dtype=torch.float64, device=device)
         self._intake = BatchIntake(traced, plan, self.world, self._counter)
         self._reducer = gradient_reducer(
             self._state,
@@ -136,7 +138,8 @@ class ParallelModule(nn.Module):
     def _step(self, batch: Any, local: bool) -> tuple[Tensor, int]:
         """The loss, and the tokens of all dp ranks (as many as this one's, each)."""
         inputs, micro_batches = self._intake.step_rows(batch, local)
-        self._tokens = self._counter.total(inputs)
+        self._counter.check(micro_batches)
+        self._divisors = self._counter.divisors(inputs)
         self._state.copies.follow()
         self._reducer.begin(micro_batches)
         for stage in self._graphs:
@@ -284,7 +287,7 @@ class ParallelModule(nn.Module):
         return shard_stage(graph, stage, self._state, self.world, self.plan, "dp" in self._wide)
 
     def _scaled_loss(self, loss_sum: Tensor) -> Tensor:
-        loss = loss_sum.sum() / self._tokens
+        loss = divided(loss_sum, self._divisors)
         return loss if self._judge.scale is None else loss * self._judge.scale
 
     def _accumulate(self, inputs: Mapping[str, Tensor], micro_batches: int) -> list[Tensor]:

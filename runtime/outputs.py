@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import sympy
-import torch
 from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor, Partial
 from torch.func import functional_call
@@ -20,7 +19,7 @@ from autopar.errors import AutoparError
 from autopar.ir import TracedModel
 from autopar.runtime.collectives import convert
 from autopar.runtime.reducer import GradientReducer
-from autopar.runtime.tokens import TokenCounter
+from autopar.runtime.tokens import TokenCounter, divided
 from autopar.runtime.world import World
 
 __all__ = ["WholeForward"]
@@ -40,6 +39,9 @@ class WholeForward:
         self.graph_module = graph_module
         self._traced, self._world, self._tokens, self._reducer = traced, world, tokens, reducer
         self._batch_dims, self._sequence_dims = _dims_of(traced, traced.batch), _dims_of(traced, traced.seq)
+        outputs = next(n for n in traced.graph_module.graph.nodes if n.op == "output").args[0]
+        # A loss function may return what is an output already.
+        self._losses = {i for i, x in enumerate(outputs) if traced.loss is not None and x is outputs[traced.loss]}
 
     def __call__(self, inputs: Mapping[str, Tensor], length: int | None = None) -> Any:
         """length: tokens of the user's sequences, where `inputs` are padded; outputs are cut back to it."""
@@ -60,11 +62,9 @@ class WholeForward:
         group = self._world.group("dp")
         if group is None:
             return value
-        if i == self._traced.loss:
-            share = self._tokens.share(inputs).to(value.dtype)
-            # Rows none of which has a target have no mean, and nothing to add to that of the others.
-            mine = torch.where(share == 0, 0.0, value * share)
-            return convert(mine, "P", "R", group=group.group_name)
+        if i in self._losses:
+            # The sums of its terms: rows none of which has a target have no mean, and nothing to add to the others'.
+            return convert(divided(value, self._tokens.divisors(inputs)), "P", "R", group=group.group_name)
         dim = self._batch_dims[i]
         if dim is None:
             raise AutoparError(

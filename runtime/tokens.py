@@ -1,43 +1,64 @@
-"""How many terms the loss of a batch averages over, counted from its inputs before the model runs."""
+"""What the loss of a batch is divided by, computed from its inputs before the model runs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx
 
+from autopar.errors import SpecError
+from autopar.mesh import AXES
+from autopar.runtime.collectives import resolve_group
 from autopar.runtime.world import World
 
-__all__ = ["TokenCounter"]
+__all__ = ["TokenCounter", "divided", "over_replicas"]
+
+
+def over_replicas(rows: Tensor, *, group: str) -> Tensor:
+    """The sum of `rows` over the ranks of `group`; an axis of size one stays unbound and has nothing to add."""
+    if group in AXES:
+        return rows
+    total = rows.clone()
+    dist.all_reduce(total, group=resolve_group(group))
+    return total
+
+
+def divided(loss_sums: Tensor, divisors: Tensor) -> Tensor:
+    """The loss: each of `loss_sums` [terms] by its divisor [terms], added up; 0-d, in fp32 at least."""
+    wide = loss_sums.to(torch.promote_types(loss_sums.dtype, torch.float32))
+    return (wide / divisors.to(wide.dtype)).sum()
 
 
 class TokenCounter:
-    """Counts by a graph from model inputs to the number of loss terms. Without it the loss is a sum: count 1."""
+    """Runs the graph of `passes.token_count` on the inputs of a step. None: a model without a loss."""
 
     def __init__(self, graph: fx.GraphModule | None, world: World) -> None:
         self._graph, self._world = graph, world
         nodes = () if graph is None else graph.graph.nodes
         self.inputs = tuple(str(node.target) for node in nodes if node.op == "placeholder")
+        ignored = None if graph is None else graph.meta.get("ignored")
+        self.whole = graph is not None and bool(graph.meta.get("whole"))
         # Only where targets are compared with the index to ignore can a row be made to count nothing.
-        self.hides_rows = any(node.target is torch.ops.aten.ne.Scalar for node in nodes)
+        self.hides_rows = ignored is not None
         # What to pad the inputs that hold targets with, so that the padding is not counted.
-        self.fill = dict.fromkeys(self.inputs, 0 if graph is None else graph.meta.get("ignore_index", -100))
+        self.fill = dict.fromkeys(self.inputs, -100 if ignored is None else ignored)
 
-    def total(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Terms in the rows of all dp ranks, 0-d; `inputs` are this rank's rows. Collective over dp."""
+    def divisors(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Of each term of the loss, over the rows of all dp ranks: [terms], fp64; `inputs` are this rank's rows.
+        Collective over dp."""
         if self._graph is None:
-            return torch.ones((), device=self._world.device)
-        return self._world.sum(self._local(self._graph, inputs), "dp")
-
-    def share(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """What this rank's loss weighs in that of all dp ranks, 0-d fp64: a mean by its terms, a sum fully."""
-        if self._graph is None:
-            return torch.ones((), dtype=torch.float64, device=self._world.device)
-        mine = self._local(self._graph, inputs)
-        return mine.double() / self._world.sum(mine, "dp")
-
-    def _local(self, graph: fx.GraphModule, inputs: Mapping[str, Tensor]) -> Tensor:
+            return torch.ones(1, dtype=torch.float64, device=self._world.device)
         with torch.no_grad():
-            count = graph(**{name: inputs[name] for name in self.inputs})
-        return torch.as_tensor(count[0] if isinstance(count, tuple) else count, device=self._world.device)
+            found: Tensor = self._graph(**{name: inputs[name] for name in self.inputs})
+        return found.to(self._world.device)
+
+    def check(self, micro_batches: int) -> None:
+        """Raise SpecError if the loss cannot be cut and the batch would be."""
+        if self.whole and micro_batches > 1:
+            raise SpecError(
+                f"the loss is not a sum over tokens, and this batch would run in {micro_batches} micro-batches",
+                where="batch",
+                try_="as many rows as one micro-batch of the plan holds",
+            )

@@ -43,7 +43,8 @@ def dry_run_captured(
         ranks = [plan.degrees.rank(pp=place) for place in range(plan.degrees.pp)]
     _check_ranks(plan, ranks)
     stages = passes.apply(traced, plan)
-    summed = replace(traced, graph_module=sum_loss(copy_graph(traced.graph_module), traced), outputs=("loss_sum",))
+    summed_graph = sum_loss(copy_graph(traced.graph_module), traced, plan)
+    summed = replace(traced, graph_module=summed_graph, outputs=("loss_sum",))
     measured = [measure_rank(traced, plan, stages, rank, optimizer) for rank in ranks]
     reports = [_report(rank, plan, summed) for rank in measured]
     return DryRun(plan, tuple(reports), traced.notices, _broken_boundaries(measured))

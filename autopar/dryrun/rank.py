@@ -144,7 +144,7 @@ class _Rank:
     def _act(self, kind: str, stage: int, micro_batch: int, batch: Mapping[str, Tensor]) -> None:
         chunk = self.chunks[stage]
         if kind == FORWARD:
-            chunk.forward(micro_batch, batch, self.tokens)
+            chunk.forward(micro_batch, batch, self.divisors)
         elif kind == BACKWARD:
             chunk.backward(micro_batch)
         elif kind == BACKWARD_INPUT:
@@ -166,9 +166,9 @@ class _Rank:
         }
 
     def _count_tokens(self, batch: Mapping[str, Tensor]) -> None:
-        counter = passes.token_count(self.traced)
-        graph = None if counter is None else localize(counter, {}, {}, self.world.device)
-        self.tokens = TokenCounter(graph, self.world).total(batch)
+        counter = passes.token_count(self.traced, self.plan)
+        graph = localize(counter, {}, self.world.group_names(), self.world.device)
+        self.divisors = TokenCounter(graph, self.world).divisors(batch)
 
     def _agree_on_loss(self) -> None:
         output = next(n for n in self.traced.graph_module.graph.nodes if n.op == "output").args[0][self.traced.loss]

@@ -15,6 +15,7 @@ from autopar.dryrun.recorder import Recorder
 from autopar.ir import StageGraph, TracedModel
 from autopar.placement import REPLICATE
 from autopar.plan import Plan
+from autopar.runtime.tokens import divided
 from autopar.runtime.sharding import local_shape
 
 __all__ = ["Chunk"]
@@ -58,7 +59,7 @@ class Chunk:
                     self.received_gradients[i] = [torch.empty_like(t) for t in after if t.is_floating_point()]
         self.received_shapes = tuple(tuple(t.shape) for t in self.received[0])
 
-    def forward(self, i: int, batch: Mapping[str, Tensor], tokens: Tensor) -> None:
+    def forward(self, i: int, batch: Mapping[str, Tensor], divisors: Tensor) -> None:
         received = self.received[i]
         self._exchange(dist.irecv, received, -1)
         rows = slice(i * self.plan.micro_batch, (i + 1) * self.plan.micro_batch)
@@ -69,7 +70,7 @@ class Chunk:
         }
         outputs = list(self.graph(*received, **inputs))
         if self.last:
-            outputs = [outputs[0].sum() / tokens]
+            outputs = [divided(outputs[0], divisors)]
             self.losses.append(outputs[0].detach())
         else:
             outputs = [t.contiguous() for t in outputs]

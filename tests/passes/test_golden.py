@@ -42,7 +42,7 @@ def _captured() -> TracedModel:
 def _steps(plan: Plan, until: str) -> TracedModel:
     """`small_traced` after all passes up to and including `until`."""
     traced = small_traced()
-    graph_module = sum_loss(copy_graph(traced.graph_module), traced)
+    graph_module = sum_loss(copy_graph(traced.graph_module), traced, plan)
     traced = replace(traced, graph_module=graph_module)
     for name, rewrite in (
         ("sum_loss", lambda: graph_module),

@@ -18,6 +18,7 @@ from autopar.runtime.collectives import convert
 from autopar.runtime.engine import ParallelModule
 from autopar.runtime.losses import cross_entropy_sum, vocab_parallel_cross_entropy_sum, vocab_parallel_embedding
 from autopar.runtime.recompute import CheckpointedBlock
+from autopar.runtime.tokens import over_replicas
 from autopar.trace import trace
 
 VOCAB, DIM, LAYERS = 32, 16, 4
@@ -208,9 +209,12 @@ def stages(model: HandModel, degrees: Degrees, checkpoint: bool = False) -> tupl
     )
 
 
+fx.wrap("over_replicas")
+
+
 class _Count(nn.Module):
     def forward(self, labels: Tensor) -> Tensor:
-        return (labels != -100).sum()
+        return torch.stack([over_replicas((labels != -100).sum().double(), group="dp")])
 
 
 def capture(model: HandModel) -> TracedModel:
