@@ -22,7 +22,7 @@ from autopar.errors import UnsupportedModelError
 from autopar.ir import TracedModel
 from autopar.runtime.losses import cross_entropy_sum
 
-__all__ = ["Insert", "Term", "loss_node", "loss_terms", "numel", "output_node"]
+__all__ = ["Insert", "Term", "loss_node", "loss_terms", "numel", "output_node", "refuse_terms_without_rows"]
 
 aten = torch.ops.aten
 _MEAN, _SUM = 1, 2  # of torch's enumeration of reductions
@@ -77,45 +77,44 @@ def loss_node(graph: fx.Graph, traced: TracedModel) -> fx.Node:
 def loss_terms(graph: fx.Graph, traced: TracedModel) -> tuple[Term, ...]:
     """The summands of the loss of `graph`, a copy of the traced one. Raises UnsupportedModelError naming the op that is
     no mean or sum over tokens."""
-    return tuple(_walk(loss_node(graph, traced), traced.batch))
+    return tuple(_walk(loss_node(graph, traced)))
 
 
 _ONE_TENSOR = ("to", "_to_copy", "reshape", "neg", "squeeze", "unsqueeze", "clone", "contiguous", "alias")
 
 
-def _walk(node: fx.Node, batch: sympy.Symbol) -> list[Term]:
+def _walk(node: fx.Node) -> list[Term]:
     """Terms under `node`, which reaches the loss by linear ops."""
     name = op_name(node) if node.op == "call_function" else node.op
     operands = [a for a in node.args if isinstance(a, fx.Node)]
     if name in _ONE_TENSOR and len(operands) == 1:
-        return _stepped(node, 0, batch)
+        return _stepped(node, 0)
     if name in ("add", "sub") and len(operands) == 2:
-        return [term for position in (0, 1) for term in _stepped(node, position, batch)]
+        return [term for position in (0, 1) for term in _stepped(node, position)]
     if name in ("mul", "div") and len(operands) == 1 and not node.kwargs and isinstance(node.args[0], fx.Node):
-        return _stepped(node, 0, batch)
+        return _stepped(node, 0)
     if name == "mul" and len(operands) == 1 and not node.kwargs:
-        return _stepped(node, 1, batch)
+        return _stepped(node, 1)
     if name in ("mul", "div") and len(operands) == 2 and not node.kwargs:
         position = 0 if not _learns(operands[1]) else 1
         if not _learns(operands[1 - position]) and (name == "mul" or position == 0):
             return [
-                replace(term, scalings=(*term.scalings, (node, 1 - position)))
-                for term in _walk(operands[position], batch)
+                replace(term, scalings=(*term.scalings, (node, 1 - position))) for term in _walk(operands[position])
             ]
-    return [_leaf(node, name, batch)]
+    return [_leaf(node, name)]
 
 
-def _stepped(node: fx.Node, position: int, batch: sympy.Symbol) -> list[Term]:
+def _stepped(node: fx.Node, position: int) -> list[Term]:
     below = node.args[position]
     assert isinstance(below, fx.Node)
-    return [replace(term, steps=(*term.steps, (node, position))) for term in _walk(below, batch)]
+    return [replace(term, steps=(*term.steps, (node, position))) for term in _walk(below)]
 
 
 def _learns(node: fx.Node) -> bool:
     return bool(node.meta.get("grad"))
 
 
-def _leaf(node: fx.Node, name: str, batch: sympy.Symbol) -> Term:
+def _leaf(node: fx.Node, name: str) -> Term:
     build = _LEAVES.get(name)
     term = build(node) if build else None
     if term is None:
@@ -124,13 +123,18 @@ def _leaf(node: fx.Node, name: str, batch: sympy.Symbol) -> Term:
             where=str(node.meta.get("path") or "forward"),
             try_=_ADVICE,
         )
-    if not any(batch in _symbols(n) for n in node.all_input_nodes):
-        raise UnsupportedModelError(
-            f"a summand of the loss ({name}) does not depend on the batch, so cutting the batch would count it often",
-            where=str(node.meta.get("path") or "forward"),
-            try_="weight decay of the optimizer for a penalty on weights, or leave it out",
-        )
     return term
+
+
+def refuse_terms_without_rows(terms: tuple[Term, ...], batch: sympy.Symbol) -> None:
+    """Raise UnsupportedModelError for a term, such as a penalty on weights, that every part of a batch would add."""
+    for node in (term.node for term in terms):
+        if not any(batch in _symbols(n) for n in node.all_input_nodes):
+            raise UnsupportedModelError(
+                f"a summand of the loss ({op_name(node)}) does not depend on the batch: every part would add it",
+                where=str(node.meta.get("path") or "forward"),
+                try_="weight decay of the optimizer for a penalty on weights, or leave it out",
+            )
 
 
 def _symbols(node: fx.Node) -> set[sympy.Symbol]:

@@ -116,7 +116,7 @@ class RowProbe:
         """A size computed in the graph."""
         if op_name(node) == "sym_size":
             source, dim = node.args[:2]
-            return self._size(source.meta["shape"][dim], rows)  # type: ignore[union-attr, index]
+            return self._size(source.meta["shape"][dim], rows)  # type: ignore[union-attr]
         args = fx.node.map_arg(node.args, lambda n: self._number(n, rows))
         assert callable(node.target)
         return node.target(*args)

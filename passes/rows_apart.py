@@ -18,7 +18,7 @@ from autopar.cost_model.strategy_table import tensor_arguments
 from autopar.cost_model.structural_rules import structural_rule
 from autopar.errors import UnsupportedModelError
 from autopar.ir import Dim, TracedModel
-from autopar.passes.loss_terms import loss_node, loss_terms, output_node
+from autopar.passes.loss_terms import loss_node, loss_terms, output_node, refuse_terms_without_rows
 from autopar.passes.row_probe import RowProbe
 
 __all__ = ["check_rows_apart"]
@@ -36,6 +36,7 @@ def check_rows_apart(traced: TracedModel, *, outputs: bool = False) -> None:
     for node in graph.nodes:
         if node.op == "call_function" and node in needed and check.mixes(node):
             _refuse(node)
+    refuse_terms_without_rows(terms, traced.batch)
     for term in terms:
         logits = term.node.args[0]
         if op_name(term.node) in LOSSES and isinstance(logits, fx.Node) and check.holds_rows(logits.meta["shape"][-1]):
@@ -102,7 +103,9 @@ class _Rows:
         """Of an op that cannot be tried out here: it is named to work along rows, or no result has any."""
         if not any(self.holds_rows(size) for shape in _shapes(node) for size in shape):
             return True
-        names = [a.name for a in node.target._schema.arguments] if isinstance(node.target, torch._ops.OpOverload) else []
+        names = (
+            [a.name for a in node.target._schema.arguments] if isinstance(node.target, torch._ops.OpOverload) else []
+        )
         dim = node.kwargs.get("dim")
         if "dim" in names and names.index("dim") < len(node.args):
             dim = node.args[names.index("dim")]
@@ -115,7 +118,7 @@ class _Rows:
     def _sized_by_rows(self, node: fx.Node) -> bool:
         if op_name(node) == "sym_size":
             source, dim = node.args[:2]
-            return self.holds_rows(source.meta["shape"][dim])  # type: ignore[union-attr, index]
+            return self.holds_rows(source.meta["shape"][dim])  # type: ignore[union-attr]
         return any(self._sized_by_rows(n) for n in node.all_input_nodes if n.meta["shape"] is None)
 
     def _times_batch(self, size: Dim) -> bool:

@@ -41,8 +41,8 @@ def sum_loss(graph_module: fx.GraphModule, traced: TracedModel, plan: Plan, *, o
     """Make `loss_sum` [terms] the only output of `graph_module`, in place; with `others` it takes the loss's place."""
     graph = graph_module.graph
     output = output_node(graph)
-    terms = _terms_or_whole(graph, traced, plan)
-    sums = [loss_node(graph, traced)] if terms is None else [_summed(graph, term) for term in terms]
+    terms, _ = _terms(graph, traced, plan)
+    sums = [_summed(graph, term) for term in terms] or [loss_node(graph, traced)]
     meta = sums[0].meta
     with graph.inserting_before(output):
         vectors = [
@@ -68,14 +68,8 @@ def token_count(traced: TracedModel, plan: Plan) -> fx.GraphModule:
     """
     graph_module = copy_graph(traced.graph_module)
     graph = graph_module.graph
-    output = output_node(graph)
-    terms = _terms_or_whole(graph, traced, plan)
-    with graph.inserting_before(output):
-        divisors = _Divisors(graph, traced)
-        each = [divisors.of(term) for term in terms or (Term(loss_node(graph, traced), _unchanged),)]
-        divisors.finish()
-        stacked = graph.call_function(torch.stack, (each,))
-    output.args = (stacked,)
+    terms, divisors = _terms(graph, traced, plan)
+    output_node(graph).args = (divisors,)
     _clean(graph_module)
     for node in list(graph.nodes):
         if node.op == "placeholder" and not node.users:
@@ -87,24 +81,29 @@ def token_count(traced: TracedModel, plan: Plan) -> fx.GraphModule:
                 try_=_DIVISORS,
             )
     counter = fx.GraphModule(graph_module, graph, "TokenCount")
-    ignored = {term.ignored for term in terms or ()}
+    ignored = {term.ignored for term in terms}
     counter.meta["ignored"] = ignored.pop() if len(ignored) == 1 else None
-    counter.meta["whole"] = terms is None
+    counter.meta["whole"] = not terms
     return counter
 
 
-def _terms_or_whole(graph: fx.Graph, traced: TracedModel, plan: Plan) -> tuple[Term, ...] | None:
-    """None: the loss is no sum over tokens, and the plan runs the batch in one piece."""
+def _terms(graph: fx.Graph, traced: TracedModel, plan: Plan) -> tuple[tuple[Term, ...], fx.Node]:
+    """Terms of the loss and a node of their divisors. None: the loss is no such sum, and the plan cuts no batch."""
     try:
-        return loss_terms(graph, traced)
+        terms = loss_terms(graph, traced)
+        return terms, _stacked_divisors(graph, traced, terms)
     except UnsupportedModelError:
         if cuts_batch(plan) or traced.loss is None:
             raise
-        return None
+        return (), _stacked_divisors(graph, traced, ())
 
 
-def _unchanged(graph: fx.Graph) -> fx.Node:
-    raise AssertionError("a whole loss has no sum")
+def _stacked_divisors(graph: fx.Graph, traced: TracedModel, terms: tuple[Term, ...]) -> fx.Node:
+    with graph.inserting_before(output_node(graph)):
+        divisors = _Divisors(graph, traced)
+        each = [divisors.of(term) for term in terms] or [divisors.one()]
+        divisors.finish()
+        return graph.call_function(torch.stack, (each,))
 
 
 def _new(graph: fx.Graph, target: Any, args: Any, meta: dict[str, Any], key: str, shape: tuple[int, ...]) -> fx.Node:
@@ -155,7 +154,7 @@ class _Divisors:
 
     def of(self, term: Term) -> fx.Node:
         """What divides the term, 0-d fp64; 1 for a plain sum."""
-        result = self._call(torch.ones, (), **_DOUBLE)
+        result = self.one()
         if term.count is not None:
             result = self._total(term.count)
         if term.sizes is not None:
@@ -164,6 +163,9 @@ class _Divisors:
             factor = self._call(torch.as_tensor, self._whole(step.args[position]), **_DOUBLE)
             result = self._call(torch.mul if op_name(step) == "div" else torch.div, result, factor)
         return result
+
+    def one(self) -> fx.Node:
+        return self._call(torch.ones, (), **_DOUBLE)
 
     def finish(self) -> None:
         if not self._sums:
@@ -218,7 +220,7 @@ class _Divisors:
         shape = node.meta["shape"]
         if name == "sym_size":
             source, dim = node.args[:2]
-            return self._size(source.meta["shape"][dim])  # type: ignore[union-attr, index]
+            return self._size(source.meta["shape"][dim])  # type: ignore[union-attr]
         if name == "sym_numel":
             return self._size(numel(node.all_input_nodes[0]))
         if name in ("placeholder", "get_attr") and shape == ():

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from autopar.api import build
 from autopar.mesh import Degrees
@@ -73,4 +73,39 @@ def test_loss_05_replicas_with_unequal_counts() -> None:
     results = verify_plans(
         partial(llama, (14, 14, 14, 14, 3, 3, 3, 3)), [_plan(Degrees(dp=2), 4), _plan(Degrees(pp=2), 2, HALVES)]
     )
+    assert all(r.passed for r in results), "\n".join(r.text() for r in results)
+
+
+class Weighted(nn.Module):
+    """Cross entropy by token weights, a z-loss, and a head of its own for whole sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = models.tiny_gpt()
+        self.kind = nn.Linear(models.VOCAB, 3)
+
+    def forward(self, input_ids: Tensor, targets: Tensor, weight: Tensor, kind: Tensor) -> dict[str, Tensor]:
+        logits = self.body(input_ids)
+        each = nn.functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
+        loss = (each * weight).sum() / weight.sum() + 1e-2 * torch.logsumexp(logits, -1).pow(2).mean()
+        loss = loss + 0.5 * nn.functional.cross_entropy(self.kind(logits[:, 0]), kind)
+        return {"loss": loss, "logits": logits}
+
+
+def weighted() -> tuple[nn.Module, dict[str, Any]]:
+    torch.manual_seed(3)
+    batch = models.default_batch()
+    weight = torch.rand(8, 16, dtype=torch.float64) * torch.arange(1, 9)[:, None]
+    kind = torch.arange(8) % 3
+    return Weighted().double(), {
+        "input_ids": batch["input_ids"], "targets": batch["labels"].clone(), "weight": weight, "kind": kind,
+    }  # fmt: skip
+
+
+@pytest.mark.distributed
+def test_loss_neighbours_terms_with_divisors_of_their_own() -> None:
+    """Each term is divided by what the whole batch gives, under replicas, micro-batches, stages and cut sequences."""
+    layers, halves = (("body.blocks.0-3",),), (("body.blocks.0-1",), ("body.blocks.2-3",))
+    cut = [(Degrees(dp=2), layers), (Degrees(pp=2), halves), (Degrees(cp=2), layers)]
+    results = verify_plans(weighted, [_plan(degrees, 2, stages) for degrees, stages in cut])
     assert all(r.passed for r in results), "\n".join(r.text() for r in results)
