@@ -108,7 +108,7 @@ class _Stage(nn.Module):
             block = fx.GraphModule(block, _Tracer().trace(block))
             setattr(self, f"layer{i}", CheckpointedBlock(block) if checkpoint else block)
 
-    def run(self, x: Tensor, labels: Tensor | None, outputs: bool = False) -> tuple[Tensor, ...]:
+    def run(self, x: Tensor, labels: Tensor | None, outputs: str = "") -> tuple[Tensor, ...]:
         sharded = self.tp > 1
         if self.first:
             if sharded:
@@ -126,7 +126,8 @@ class _Stage(nn.Module):
         if outputs:
             if sharded:
                 logits = convert(logits, "S(2)", "R", group="tp")
-            return cross_entropy_sum(logits, labels) / (labels != -100).sum(), logits
+            loss_sum = cross_entropy_sum(logits, labels)
+            return (loss_sum.reshape(1) if outputs == "sums" else loss_sum / (labels != -100).sum()), logits
         if sharded:
             return (vocab_parallel_cross_entropy_sum(logits, labels, group="tp").reshape(1),)
         return (cross_entropy_sum(logits, labels).reshape(1),)
@@ -139,7 +140,12 @@ class _Only(_Stage):
 
 class _Whole(_Stage):
     def forward(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
-        return self.run(input_ids, labels, outputs=True)
+        return self.run(input_ids, labels, outputs="means")
+
+
+class _WholeSums(_Stage):
+    def forward(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+        return self.run(input_ids, labels, outputs="sums")
 
 
 class _First(_Stage):
@@ -248,7 +254,8 @@ def parallel(
     )
     whole = None
     if degrees.pp == 1:
-        whole = lambda training: _stage_graph(_Whole, model, 0, range(LAYERS), degrees.tp, checkpoint)  # noqa: E731
+        kind = _Whole if degrees.dp == 1 else _WholeSums
+        whole = lambda training: _stage_graph(kind, model, 0, range(LAYERS), degrees.tp, checkpoint)  # noqa: E731
     return ParallelModule(
         model,
         traced,
