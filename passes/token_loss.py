@@ -70,6 +70,8 @@ def token_count(traced: TracedModel, plan: Plan) -> fx.GraphModule:
     graph = graph_module.graph
     terms, divisors = _terms(graph, traced, plan)
     output_node(graph).args = (divisors,)
+    for node in [n for n in graph.nodes if is_update(n)]:
+        graph.erase_node(node)  # counting is no step
     _clean(graph_module)
     for node in list(graph.nodes):
         if node.op == "placeholder" and not node.users:
