@@ -15,8 +15,8 @@ from autopar.dryrun.recorder import Recorder
 from autopar.ir import StageGraph, TracedModel
 from autopar.placement import REPLICATE
 from autopar.plan import Plan
-from autopar.runtime.tokens import divided
 from autopar.runtime.sharding import local_shape
+from autopar.runtime.tokens import divided
 
 __all__ = ["Chunk"]
 
