@@ -101,8 +101,8 @@ def measured(traced: TracedModel, plan: Plan) -> tuple[int, int, int]:
         return sum(packed.values()), forward, recorder.peak_bytes - held
 
 
-def summed(traced: TracedModel) -> TracedModel:
-    graph_module = sum_loss(copy_graph(traced.graph_module), traced)
+def summed(traced: TracedModel, plan: Plan) -> TracedModel:
+    graph_module = sum_loss(copy_graph(traced.graph_module), traced, plan)
     return dataclasses.replace(traced, graph_module=graph_module, outputs=("loss_sum",))
 
 
@@ -112,7 +112,7 @@ def summed(traced: TracedModel) -> TracedModel:
 def test_a_step_holds_what_is_predicted(family: str, size: str, mode: str) -> None:
     traced = captured(family, size)
     plan = plan_of(traced, mode)
-    found = stage_footprint(summed(traced), plan)
+    found = stage_footprint(summed(traced, plan), plan)
     packed, forward, backward = measured(traced, plan)
     if mode == "none":  # under recomputation nothing is packed that stays
         assert found.kept == pytest.approx(packed, rel=1e-3)
