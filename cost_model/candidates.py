@@ -271,15 +271,22 @@ def _nothing_left(
         ]
         blame = f"without {' or '.join(names)} there would be plans" if names else "no single pin is to blame"
         texts = ", ".join(f"{k}={v}" for k, v in pinned.items())
-        return f"no degrees of {num_devices} devices satisfy the pins {texts}: {rules}; {blame}", (
-            f"free the pin {names[0]}" if names else "fewer pins"
-        )
+        remedy = (f"free the pin {names[0]}" if names else "fewer pins") + _batch_for(num_devices, global_batch, pins)
+        return f"no degrees of {num_devices} devices satisfy the pins {texts}: {rules}; {blame}", remedy
     inside = {tp * pp for tp in legal_tp for pp in range(1, max(1, limits.layers) + 1) if num_devices % (tp * pp) == 0}
     fewer = sorted({dp * size for dp in divisors(global_batch) for size in inside if dp * size < num_devices})
     share = num_devices // max(inside)
     remedy = f"a global batch that is a multiple of {share}" if global_batch % share else "a longer sequence"
     remedy += f", or {', '.join(map(str, fewer[-3:]))} devices" if fewer else ""
     return f"no degrees factor {num_devices} devices: {rules}", remedy
+
+
+def _batch_for(num_devices: int, global_batch: int, pins: Pins) -> str:
+    """The batch that the pinned degrees would take, where they leave a single dp."""
+    if pins.tp is None or pins.pp is None or pins.cp is None:
+        return ""
+    dp, rest = divmod(num_devices, pins.tp * pins.pp * pins.cp)
+    return f", or a global batch that is a multiple of {dp}" if rest == 0 and global_batch % dp else ""
 
 
 def _is_possible_without(
