@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from autopar.cost_model import memory
 from autopar.cost_model.candidates import Setting
@@ -53,7 +54,10 @@ class SettingPrice:
             zero=setting.zero, zero_shard=setting.zero_shard, sequence_sharding=setting.sequence_sharding,
             cp_exchange=_EXCHANGES[setting.exchange], schedule=setting.schedule,
         )  # fmt: skip
-        traits = own_traits(cluster.stack, recipe, setting.zero)
+        traits = own_traits(
+            cluster.stack, recipe, setting.zero, sequence_sharding=setting.sequence_sharding,
+            schedule=setting.schedule,
+        )  # fmt: skip
         constants = load_constants().of(cluster.device)
         self.step = StepPrice(layout, cluster, traits, prices.machine, constants, recipe)
         self.state = memory.state_bytes(recipe, setting.zero, setting.zero_shard, fully_sharded=True)
@@ -61,7 +65,9 @@ class SettingPrice:
         self._parts: dict[tuple[int, str], dict[str, float]] = {}
         self._tails: dict[tuple[bool, bool, tuple[int, ...]], float] = {}
         self.send_s = self.step.send_s(blocks.border_bytes)
-        self.ends = [(0, blocks.prologue), (self.pp - 1, blocks.epilogue)]
+        tied = blocks.tied_parameters if self.pp == 1 else 0.0  # one tensor where both ends are
+        epilogue = replace(blocks.epilogue, parameters=blocks.epilogue.parameters - tied)
+        self.ends = [(0, blocks.prologue), (self.pp - 1, epilogue)]
 
     # --- seconds ------------------------------------------------------------------------------------------------------
 
@@ -111,7 +117,6 @@ class SettingPrice:
         forward_s = sum(n * (u.price.forward_s + u.price.forward_communication_s) for n, u in units) / self.pp
         backward_s = sum(n * (u.price.backward_s + u.price.backward_communication_s) for n, u in units) / self.pp
         held = sum(n * u.parameters for n, u in units) + sum(u.parameters for _, u in self.ends)
-        held -= self.blocks.tied_parameters if self.pp == 1 else 0.0
         return self.step.least_tail_s(held / self.pp, forward_s, backward_s)
 
     def _all_weights_s(self, units: list[tuple[int, Unit]]) -> float:
@@ -121,10 +126,9 @@ class SettingPrice:
         return (unit for here, unit in self.ends if here == stage)
 
     def parameters(self, stage: int, counts: Sequence[int]) -> float:
-        """Local elements on a stage; a weight tied between the ends is one tensor where both are."""
+        """Local elements on a stage."""
         held = sum(n * layer.unit.parameters for n, layer in zip(counts, self.classes, strict=True))
-        held += sum(unit.parameters for unit in self.end_units(stage))
-        return held - (self.blocks.tied_parameters if self.pp == 1 else 0.0)
+        return held + sum(unit.parameters for unit in self.end_units(stage))
 
     def tail_parts(self, stage: int, counts: Sequence[int]) -> dict[str, float]:
         units = [(n, layer.unit.price) for n, layer in zip(counts, self.classes, strict=True)]
