@@ -129,7 +129,8 @@ def _add_pins(command: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="K=V",
-        help="fix a choice: dp cp tp sp pp microbatch schedule virtual_stages zero checkpoint, or a module's placement",
+        help="fix a choice: dp cp tp sp pp microbatch schedule virtual_stages zero zero_group checkpoint "
+        "checkpoint_segment context_parallel, or a module's placement",
     )
 
 
