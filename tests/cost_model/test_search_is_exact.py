@@ -160,9 +160,9 @@ def test_random_instances_against_brute_force(traced: list[TracedModel]) -> None
         price = run.evaluator.price(s)
         assert found.pipeline is not None
         recomputed += price.recomputed_layers(found.pipeline, *MODES[1:]) > 0
-    assert feasible >= INSTANCES // 2
-    assert pruned >= feasible // 2
-    assert recomputed >= 20
+    assert feasible >= INSTANCES // 3
+    assert pruned >= feasible // 3
+    assert recomputed >= INSTANCES // 30
     assert {("dp", True), ("tp", True), ("pp", True), ("cp", True), ("zero", 0), ("zero", 1)} <= kinds
 
 
