@@ -141,7 +141,7 @@ def test_random_instances_against_brute_force(traced: list[TracedModel], first: 
     for seed in range(first, first + AT_ONCE):
         run = random_run(random.Random(seed), traced)
         expected = brute_force(run)
-        space = BranchAndBound(run.evaluator, run.bounds, run._settings)
+        space = BranchAndBound(run.evaluator, run.bounds, run.settings)
         found = space.run()
         if expected == math.inf:
             assert found is None
