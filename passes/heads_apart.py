@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from autopar.blocks import op_name
+from autopar.passes.dead_code import drop_dead_code
 
 __all__ = ["heads_apart"]
 
@@ -35,7 +36,7 @@ def heads_apart(graph_module: fx.GraphModule) -> fx.GraphModule:
         b, h, s, d = node.meta["shape"]
         apart.meta, moved.meta = {**joined.meta, "shape": (s, b, h, d)}, dict(node.meta)
         node.replace_all_uses_with(moved)
-    graph.eliminate_dead_code(lambda n: n.op in ("placeholder", "output"))
+    drop_dead_code(graph)
     graph_module.recompile()
     return graph_module
 

@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from autopar.ir import TracedModel
+from autopar.passes.dead_code import drop_dead_code
 from autopar.placement import CONVERSIONS, Placement, parse_placement
 from autopar.plan import Plan
 from autopar.runtime.collectives import convert
@@ -51,7 +52,7 @@ def overlap_collectives(traced: TracedModel, plan: Plan) -> fx.GraphModule:
                 done[layer].add(name)
             else:
                 reasons[layer].setdefault(name, outcome)
-    graph_module.graph.eliminate_dead_code(lambda n: n.op in ("placeholder", "output"))
+    drop_dead_code(graph_module.graph)
     graph_module.recompile()
     graph_module.meta["unapplied"] = tuple(
         (path, name, reasons[path].get(name, "no linear reads or makes a tensor that is communicated"))

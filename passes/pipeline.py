@@ -68,9 +68,9 @@ def apply(
     Raises PlanMismatchError if the plan does not fit the model, PassError if a pass cannot keep its promise.
     """
     _check(traced, plan)
+    check_updates(traced, plan)
     if cuts_batch(plan) and traced.loss is not None:
         check_rows_apart(traced, outputs=outputs == "all")
-    check_updates(traced, plan)
     graph_module = copy_graph(traced.graph_module)
     names = traced.outputs
     if outputs == "loss":
