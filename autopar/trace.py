@@ -17,6 +17,8 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._sympy.functions import FloorDiv, PythonMod
+from torch.utils._sympy.functions import Mod as TorchMod
 
 from autopar.binding import CallSignature, flat_names, forward_defaults, forward_parameters
 from autopar.blocks import annotate
@@ -86,8 +88,8 @@ def trace(
     symbols = _roles(graph)
     _set_shapes(graph, symbols)
     inputs = _inputs(graph)
-    outputs, out_spec, loss = _outputs(graph, found.program)
     segments = annotate(graph, parameters)
+    outputs, out_spec, loss = _outputs(graph, found.program)
     return TracedModel(
         graph_module=graph_module,
         batch=BATCH,
@@ -200,7 +202,7 @@ def _set_shapes(graph: fx.Graph, roles: Mapping[sympy.Symbol, sympy.Symbol]) -> 
     def size(dim: Any) -> Any:
         if not isinstance(dim, torch.SymInt):
             return int(dim)
-        expression = dim.node.expr.xreplace(roles)
+        expression = _plain(dim.node.expr.xreplace(roles))
         return int(expression) if expression.is_Integer else expression
 
     def shape(value: Any) -> Any:
@@ -217,6 +219,13 @@ def _set_shapes(graph: fx.Graph, roles: Mapping[sympy.Symbol, sympy.Symbol]) -> 
         node.meta["dtype"] = first.dtype if isinstance(first, torch.Tensor) else None
         if isinstance(value, torch.SymInt):
             node.meta["size"] = size(value)
+
+
+def _plain(expression: sympy.Expr) -> sympy.Expr:
+    """Integer division and remainder in sympy's own words, which can be turned into functions."""
+    division = expression.replace(FloorDiv, lambda a, b: sympy.floor(a / b))
+    remainder = division.replace(PythonMod, lambda a, b: sympy.Mod(a, b))
+    return remainder.replace(TorchMod, lambda a, b: sympy.Mod(a, b))
 
 
 def _inputs(graph: fx.Graph) -> tuple[InputSpec, ...]:
@@ -246,8 +255,22 @@ def _outputs(graph: fx.Graph, exported: torch.export.ExportedProgram) -> tuple[t
         for i, leaf in enumerate(leaves)
         if isinstance(leaf, fx.Node) and leaf.meta["shape"] == () and leaf.meta["dtype"].is_floating_point
     ]
-    named = [i for i in scalars if names[i].split(".")[-1] == "loss"]
-    return names, spec, next(iter(named or scalars), None)
+    learnt = [i for i in scalars if leaves[i].meta["grad"]] or scalars
+    return names, spec, _which_is_the_loss({names[i]: i for i in learnt})
+
+
+def _which_is_the_loss(scalars: Mapping[str, int]) -> int | None:
+    """`loss` of the outputs, or the one scalar that learns. Raises UnsupportedModelError if several might be meant."""
+    if "loss" in scalars:
+        return scalars["loss"]
+    named = {name: i for name, i in scalars.items() if name.split(".")[-1] == "loss"} or dict(scalars)
+    if len(named) > 1:
+        raise UnsupportedModelError(
+            f"several outputs might be the loss: {', '.join(named)}",
+            where="forward",
+            try_="name one `loss`, or pass loss_fn=lambda outputs, batch: ...",
+        )
+    return next(iter(named.values()), None)
 
 
 def _seq_range(

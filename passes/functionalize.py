@@ -55,9 +55,11 @@ def _replace(graph: fx.Graph, node: fx.Node, buffers: dict[fx.Node, fx.Node]) ->
     changed = node.args[0]
     assert isinstance(node.target, _ops.OpOverload)
     assert isinstance(changed, fx.Node)
-    if packet is None:
+    if packet is None or not hasattr(packet, node.target._overloadname):
         raise _refusal(node, "has no out-of-place form")
     node.target = getattr(packet, node.target._overloadname)
+    if name == "copy_" and node.meta.get("grad", True):
+        _widen(graph, node)
     value, after = node, node
     if name == "detach_":  # changes no value, so what was read before stays as it is
         for user in [u for u in changed.users if node < u]:
@@ -77,6 +79,18 @@ def _replace(graph: fx.Graph, node: fx.Node, buffers: dict[fx.Node, fx.Node]) ->
         buffers[root] = value
     elif changed.op != "call_function":
         raise _refusal(node, "changes an input or a parameter of the model")
+
+
+def _widen(graph: fx.Graph, node: fx.Node) -> None:
+    """`copy` has no derivative: what is copied becomes the value, in the shape and dtype of what it is copied to."""
+    changed, source = node.args[:2]
+    if not isinstance(source, fx.Node) or not isinstance(changed, fx.Node):
+        return
+    if source.meta["dtype"] != changed.meta["dtype"]:
+        with graph.inserting_before(node):
+            source = graph.call_function(ops.aten.to.dtype, (source, changed.meta["dtype"]))
+            source.meta = {**node.meta, "shape": node.args[1].meta["shape"]}  # type: ignore[union-attr]
+    node.target, node.args = ops.aten.expand_as.default, (source, changed)
 
 
 def _write_back(graph: fx.Graph, node: fx.Node, parent: fx.Node, view: fx.Node, value: fx.Node) -> fx.Node:

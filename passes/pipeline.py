@@ -24,6 +24,7 @@ from autopar.passes.native_gqa import native_gqa
 from autopar.passes.outline_blocks import outline_blocks
 from autopar.passes.overlap_collectives import overlap_collectives
 from autopar.passes.prepare import copy_graph
+from autopar.passes.random_ops import refuse_random_ops
 from autopar.passes.rows_apart import check_rows_apart
 from autopar.passes.seed_dropout import seed_dropout
 from autopar.passes.shard_parameters import shard_parameters
@@ -69,6 +70,7 @@ def apply(
     """
     _check(traced, plan)
     check_updates(traced, plan)
+    refuse_random_ops(traced.graph_module.graph, plan)
     if cuts_batch(plan) and traced.loss is not None:
         check_rows_apart(traced, outputs=outputs == "all")
     graph_module = copy_graph(traced.graph_module)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from autopar.cost_model.search import search
 from autopar.errors import SpecError, UnsupportedModelError
 from autopar.passes import prepare
+from autopar.specs import ClusterSpec, Pins, TrainSpec
 from autopar.trace import trace
 from tests.models import BUILDERS, default_batch
 
@@ -264,3 +267,79 @@ def test_a_length_that_forward_unrolls_is_the_only_one() -> None:
 
 def test_sequence_limit_of_learned_positions_is_kept() -> None:
     assert trace(BUILDERS["bert"](), default_batch()).seq_range == (1, 64)
+
+
+class Returning(nn.Module):
+    """Two linear layers; returns what `outputs` makes of the loss and of a penalty."""
+
+    def __init__(self, outputs: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(2)])
+        self.outputs = outputs
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+        return self.outputs(F.mse_loss(x, y), self.layers[0].weight.pow(2).mean())
+
+
+@pytest.mark.parametrize(
+    ("outputs", "loss"),
+    [
+        (lambda loss, penalty: {"aux": {"loss": penalty}, "loss": loss}, "loss"),
+        (lambda loss, penalty: {"penalty": penalty, "loss": loss}, "loss"),
+        (lambda loss, penalty: (loss.detach() * 2, loss), "1"),
+        (lambda loss, penalty: {"total": loss, "accuracy": penalty.detach()}, "total"),
+    ],
+)
+def test_the_loss_is_the_output_named_so_or_the_one_that_learns(outputs: Any, loss: str) -> None:
+    traced = trace(Returning(outputs), {"x": torch.rand(4, 8), "y": torch.rand(4, 8)})
+    assert traced.loss is not None
+    assert traced.outputs[traced.loss].split(".")[-1] == loss
+    assert traced.outputs[traced.loss].count(".") <= 1
+
+
+def test_several_losses_have_to_be_told_apart() -> None:
+    model = Returning(lambda loss, penalty: {"ce": loss, "penalty": penalty, "total": loss + penalty})
+    with pytest.raises(UnsupportedModelError, match="several outputs might be the loss: .*ce.*total"):
+        trace(model, {"x": torch.rand(4, 8), "y": torch.rand(4, 8)})
+
+
+def test_a_written_slice_carries_gradient() -> None:
+    class Written(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(2)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                y = layer(x).clone()
+                y[..., 2:] = x[..., :1]
+                y[:, 0].copy_(x[:, 0] * 2)
+                x = y
+            return x.pow(2).mean()
+
+    model, batch = Written(), {"x": torch.rand(4, 8)}
+    wanted = _gradients(model, model(**batch))
+    traced = prepare(trace(model, batch))
+    assert traced.loss is not None
+    found = _gradients(model, traced.graph_module(**batch)[traced.loss])
+    assert all(torch.equal(found[n], wanted[n]) for n in wanted)
+
+
+def test_sizes_that_are_divided_can_be_priced() -> None:
+    class Blockwise(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(2)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                rows, length, width = x.shape
+                x = layer(x.view(rows, length // 4, 4, width)).reshape(rows, length // 4 * 4, width)
+                x = F.pad(x, (0, 0, 0, -x.shape[1] % 8))[:, :length]
+            return x.pow(2).mean()
+
+    traced = prepare(trace(Blockwise(), {"x": torch.rand(4, 16, 8)}))
+    result = search(traced, ClusterSpec.parse("local:2"), TrainSpec(global_batch=4, seq_len=16), Pins(dp=2))
+    assert result.plan.degrees.dp == 2
