@@ -7,7 +7,7 @@ last one without its targets.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from autopar.errors import SpecError
 from autopar.ir import TracedModel
 from autopar.plan import Plan
 from autopar.recomputation import attention_cores
-from autopar.runtime.rows import count_micro_batches, cut_rows, pad_rows, row_count
+from autopar.runtime.rows import count_micro_batches, cut_rows, fitting, pad_rows, row_count
 from autopar.runtime.sequence import pad_sequences
 from autopar.runtime.tokens import TokenCounter
 from autopar.runtime.world import World
@@ -37,13 +37,18 @@ class BatchIntake:
         self._causal = all(len(core) == 1 and _is_causal(core[0]) for core in cores)
         self._rows_seen = 0
         self._hides_rows = counter.hides_rows and _only_targets(traced, counter.inputs)
+        targets = [spec for spec in traced.inputs if spec.name in counter.inputs]
+        self._hides_tokens = self._hides_rows and all(s.seq_dim is not None for s in targets) and not _pools(traced)
 
     def bind(self, batch: Any) -> dict[str, Tensor]:
         """A mapping of arguments, a sequence of positional ones, or the one argument -> graph inputs by name."""
-        signature = self._traced.signature
         if hasattr(batch, "keys"):  # a Mapping, or a tokenizer's BatchEncoding, which is none
-            return signature.bind((), {str(key): batch[key] for key in batch.keys()})  # noqa: SIM118
-        return signature.bind(batch if isinstance(batch, list | tuple) else (batch,), {})
+            return self.call((), {str(key): batch[key] for key in batch.keys()})  # noqa: SIM118
+        return self.call(batch if isinstance(batch, list | tuple) else (batch,), {})
+
+    def call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The arguments of a call as graph inputs by name, of sizes the graph is valid for."""
+        return fitting(self._traced, self._traced.signature.bind(args, kwargs))
 
     def numbered(self, inputs: dict[str, Tensor], every: Sequence[int] | None = None) -> dict[str, Tensor]:
         """With the number of every row since training began, if dropout reads it; `every`: rows of each dp rank, if
@@ -109,7 +114,7 @@ class BatchIntake:
         lengths = {s.name: inputs[s.name].shape[s.seq_dim] for s in specs if s.seq_dim is not None}
         if all(length % multiple == 0 for length in lengths.values()):
             return inputs
-        if not (self._causal and self._hides_rows):
+        if not (self._causal and self._hides_tokens):
             sees = (
                 "a loss that does not ignore tokens by their target" if self._causal else "attention that is not causal"
             )
@@ -125,6 +130,18 @@ class BatchIntake:
         degrees = self._plan.degrees
         chunks = 2 * degrees.cp if degrees.cp > 1 else 1
         return math.lcm(chunks, degrees.cp * degrees.tp) if self._plan.shards_sequence else chunks
+
+
+def _pools(traced: TracedModel) -> bool:
+    """Whether an op takes a sequence together (a mean over it, its last token) before the loss does."""
+
+    def long(node: fx.Node) -> bool:
+        shape = node.meta.get("shape")
+        sizes = (shape[0] if shape and isinstance(shape[0], tuple) else shape) or ()
+        return any(traced.seq in getattr(size, "free_symbols", ()) for size in sizes)
+
+    learnt = [n for n in traced.graph_module.graph.nodes if n.op == "call_function" and n.meta.get("grad")]
+    return any(any(map(long, n.all_input_nodes)) and not long(n) and n.meta["shape"] != () for n in learnt)
 
 
 def _only_targets(traced: TracedModel, names: tuple[str, ...]) -> bool:

@@ -163,7 +163,7 @@ class ParallelModule(nn.Module):
         `step` moves less. Raises AutoparError under pipeline parallelism.
         """
         self._state.copies.follow()
-        inputs = self._intake.numbered(self.traced.signature.bind(args, kwargs))
+        inputs = self._intake.numbered(self._intake.call(args, kwargs))
         padded = self._intake.padded_sequences(inputs)
         length = None if padded is inputs else sequence_length(self.traced.inputs, inputs)
         own = self._intake.own_rows(padded)

@@ -8,9 +8,57 @@ import torch
 from torch import Tensor
 
 from autopar.errors import SpecError
-from autopar.ir import InputSpec
+from autopar.ir import InputSpec, TracedModel
 
-__all__ = ["count_micro_batches", "cut_rows", "pad_rows", "row_count"]
+__all__ = ["count_micro_batches", "cut_rows", "fitting", "pad_rows", "row_count"]
+
+
+def fitting(traced: TracedModel, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`batch` with narrower integers widened to the captured dtype. Raises SpecError where sizes are not those that the
+    graph was captured for, before any rank runs it."""
+    lengths: dict[str, int] = {}
+    fitted = dict(batch)
+    for spec in traced.inputs:
+        x = batch.get(spec.name)
+        if x is None:
+            continue
+        if x.dim() != len(spec.shape):
+            raise _misfit(spec, f"{x.dim()} dims, captured with {len(spec.shape)}")
+        for dim, (size, captured) in enumerate(zip(x.shape, spec.shape, strict=True)):
+            if isinstance(captured, int) and size != captured:
+                raise _misfit(spec, f"size {size} in dim {dim}, captured with {captured}")
+            if captured == traced.seq:
+                lengths[spec.name] = size
+        if _is_integer(x.dtype) and _is_integer(spec.dtype) and torch.promote_types(x.dtype, spec.dtype) == spec.dtype:
+            fitted[spec.name] = x.to(spec.dtype)
+    _check_lengths(traced, lengths)
+    return fitted
+
+
+def _check_lengths(traced: TracedModel, lengths: Mapping[str, int]) -> None:
+    low, high = traced.seq_range
+    if len(set(lengths.values())) > 1:
+        listed = ", ".join(f"{name} {n}" for name, n in lengths.items())
+        raise SpecError(
+            f"inputs that were captured with sequences of one length differ: {listed}",
+            where="batch",
+            try_="pad them to one length, or capture with an example whose lengths differ",
+        )
+    for name, length in lengths.items():
+        if length < low or (high is not None and length > high):
+            raise SpecError(
+                f"{name} has {length} tokens, and the captured graph holds for {low} to {high or 'any number'}",
+                where="batch",
+                try_="capture with an example of that length",
+            )
+
+
+def _misfit(spec: InputSpec, what: str) -> SpecError:
+    return SpecError(f"input {spec.name} has {what}", where="batch", try_="capture with an example of that size")
+
+
+def _is_integer(dtype: torch.dtype) -> bool:
+    return not dtype.is_floating_point and not dtype.is_complex and dtype != torch.bool
 
 
 def row_count(inputs: Sequence[InputSpec], batch: Mapping[str, Tensor]) -> int:

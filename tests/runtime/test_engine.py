@@ -281,3 +281,25 @@ def test_one_process_trains_the_users_own_parameters() -> None:
     for name, gradient in gradients.items():
         _close(own[name].grad, gradient, name)
     assert own["unused"].grad is None
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda b: {**b, "labels": b["labels"][:, :4]}, "sequences of one length differ: input_ids 6, labels 4"),
+        (lambda b: {**b, "input_ids": b["input_ids"][..., None]}, "input input_ids has 3 dims, captured with 2"),
+    ],
+)
+def test_sizes_the_graph_was_not_captured_for_are_refused(change: Any, said: str) -> None:
+    model, batch = hand_made.build(), hand_made.batch()
+    pm = hand_made.parallel(model, hand_made.capture(model), Degrees())
+    for run in (pm.step, lambda b: pm(**b)):
+        with pytest.raises(SpecError, match=said):
+            run(change(batch))
+
+
+def test_narrower_integers_are_widened() -> None:
+    model, batch = hand_made.build(), hand_made.batch()
+    pm = hand_made.parallel(model, hand_made.capture(model), Degrees())
+    narrow = {name: t.to(torch.int32) for name, t in batch.items()}
+    assert torch.equal(pm.step(narrow), pm.step(batch))
