@@ -95,7 +95,7 @@ def test_a_device_kind_gives_the_figures_the_file_leaves_out(tmp_path: Path) -> 
         ('bandwidth = "450GB/s"', "", "link 1: missing bandwidth"),
         ('memory = "80GB"', "", "device: missing memory"),
         ('memory = "80GB"', 'kind = "h101"', "unknown kind 'h101'.*did you mean 'h100'"),
-        ("[stack]", "[[group]]\ncount = 2\n[stack]", "unequal nodes are not built yet"),
+        ("[stack]", "[[group]]\ncount = 2\n[stack]", "unknown key 'device'"),
         ("[device]", "[device", "not TOML"),
     ],
 )

@@ -61,7 +61,7 @@ def _row_linear_on_two_ranks() -> tuple[list[float], list[float]]:
     model = RowLinear().double()
     traced = prepare(trace(model, {"x": torch.ones(2, 4)}))
     plan = Plan(
-        degrees=Degrees(tp=2), global_batch=2, seq_len=4, micro_batch=2, stages=((),),
+        degrees=Degrees(tp=2), global_batch=2, seq_len=4, micro_batch=2, stages=(("linear",),),
         parameters={"linear.weight": "S(1)"}, precision="fp64",
     )  # fmt: skip
     pm = build(model, traced, plan)
