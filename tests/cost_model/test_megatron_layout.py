@@ -51,7 +51,7 @@ def layout(traced: TracedModel, tp: int, *, sequence_sharding: bool) -> tuple[di
     prices = ModelPrices(
         traced, Machine.of(cluster.device, cluster.stack, "bf16"), torch.bfloat16, SEQ_LEN, module_pins={}
     )
-    found: BlockPrices = prices.at(tp, sequence_sharding, 1, group_cost(cluster, Degrees(tp=tp, dp=8 // tp), "tp"))
+    found: BlockPrices = prices.at(tp, 1, sequence_sharding, 1, group_cost(cluster, Degrees(tp=tp, dp=8 // tp), "tp"))
     first = traced.layers[0]
     weights, ops = {}, {}
     for node, (inputs, output) in found.layout.items():
