@@ -17,12 +17,13 @@ from autopar.cost_model.autograd_ops import AutogradOp, Gradient, Key, Size, low
 from autopar.cost_model.liveness import Footprint, Piece, footprint
 from autopar.cost_model.op_facts import numel
 from autopar.cost_model.propagation import Propagation, propagate
+from autopar.graph_walks import stage_of_segments
 from autopar.ir import TracedModel
 from autopar.placement import REPLICATE, Placement
 from autopar.plan import Plan
 from autopar.recomputation import attention_cores, kept_products, recomputed_together
 
-__all__ = ["stage_footprint", "stage_of_segments"]
+__all__ = ["stage_footprint"]
 
 _GLUE = -1
 
@@ -35,24 +36,12 @@ def stage_footprint(traced: TracedModel, plan: Plan, stage: int = 0, *, gradient
     return _Stage(traced, plan, stage).footprint(gradients_exist)
 
 
-def stage_of_segments(traced: TracedModel, plan: Plan) -> dict[int, int]:
-    """Stage of every segment: glue goes with the layer after it, the epilogue with the last stage."""
-    stage_of_layer = {path: i for i, stage in enumerate(plan.layer_paths()) for path in stage}
-    home, following = {}, len(plan.stages) - 1
-    for segment in reversed(traced.segments):
-        following = stage_of_layer.get(segment.path, following) if segment.kind == "layer" else following
-        home[segment.index] = following
-    if traced.segments and traced.segments[0].kind == "glue":
-        home[traced.segments[0].index] = 0
-    return home
-
-
 class _Stage:
     def __init__(self, traced: TracedModel, plan: Plan, stage: int) -> None:
         self.traced, self.plan = traced, plan
         self.tp = plan.degrees.tp
         self.layout: Propagation | None = propagate(traced, plan) if self.tp > 1 else None
-        home = stage_of_segments(traced, plan)
+        home = stage_of_segments(traced.segments, plan)
         graph = traced.graph_module.graph
         self.nodes: dict[int, list[fx.Node]] = defaultdict(list)
         for node in graph.nodes:

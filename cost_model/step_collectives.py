@@ -28,6 +28,7 @@ from autopar.cost_model.op_facts import ElementSizes
 from autopar.cost_model.propagation import Propagation, propagate
 from autopar.cost_model.sharded_units import ShardedUnits
 from autopar.cost_model.sharding_rules import LOSSES
+from autopar.graph_walks import ancestors, input_only, output_node, stage_of_segments
 from autopar.ir import TracedModel
 from autopar.placement import CONVERSIONS, REPLICATE, Placement, Shard
 from autopar.plan import Plan
@@ -96,11 +97,11 @@ class _Stage:
     def __init__(self, traced: TracedModel, plan: Plan, stage: int) -> None:
         self.traced, self.plan, self.stage = traced, plan, stage
         self.stages = len(plan.stages)
-        self.home = _stage_of_segments(traced, plan)
+        self.home = stage_of_segments(traced.segments, plan)
         self.tally: Counter[tuple[str, str, str, int]] = Counter()
         self.sizes = {traced.batch: plan.micro_batch, traced.seq: plan.seq_len // plan.degrees.cp}
         graph = traced.graph_module.graph
-        self.live = _leading_to_output(graph)
+        self.live = ancestors([output_node(graph)])
         self.position = {n: i for i, n in enumerate(graph.nodes)}
         self.nodes = [n for n in graph.nodes if n.op == "call_function" and n in self.live and self._here(n)]
         self.layouts = {
@@ -214,7 +215,7 @@ class _Stage:
 
     def _count_boundaries(self) -> None:
         """Tensors made on this stage or before for a later one, and the gradients that come back."""
-        free = _input_only(self.traced)
+        free = input_only(self.traced.graph_module.graph)
         for source in self.traced.graph_module.graph.nodes:
             if source.op != "call_function" or source in free or source not in self.live:
                 continue
@@ -289,7 +290,8 @@ class _Stage:
             self.tally[purpose, kind, axis, nbytes] += times
 
     def _here(self, node: fx.Node) -> bool:
-        return self.home[node.meta["segment"]] == self.stage
+        stage: int = self.home[node.meta["segment"]]
+        return stage == self.stage
 
     def _parameters(self, stage: int) -> dict[fx.Node, None]:
         """get_attr nodes of the parameters a stage reads."""
@@ -341,39 +343,6 @@ class _Stage:
         layout = self.layouts.get("tp")
         sharded = layout is not None and layout.placement[node].is_shard
         return self._bytes(node, "tp") // (self.plan.degrees.tp if sharded else 1)
-
-
-def _stage_of_segments(traced: TracedModel, plan: Plan) -> dict[int, int]:
-    """Glue goes with the layer after it, the epilogue with the last stage."""
-    stage_of_layer = {path: i for i, stage in enumerate(plan.layer_paths()) for path in stage}
-    home, following = {}, len(plan.stages) - 1
-    for segment in reversed(traced.segments):
-        following = stage_of_layer.get(segment.path, following) if segment.kind == "layer" else following
-        home[segment.index] = following
-    if traced.segments and traced.segments[0].kind == "glue":
-        home[traced.segments[0].index] = 0
-    return home
-
-
-def _leading_to_output(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes that are computed at all."""
-    seen: set[fx.Node] = set()
-    open_ = [node for node in graph.nodes if node.op == "output"]
-    while open_:
-        node = open_.pop()
-        if node not in seen:
-            seen.add(node)
-            open_ += node.all_input_nodes
-    return seen
-
-
-def _input_only(traced: TracedModel) -> set[fx.Node]:
-    """Computed from inputs and buffers alone, without gradient: every stage that needs them computes them itself."""
-    free: set[fx.Node] = set()
-    for node in traced.graph_module.graph.nodes:
-        if node.op != "output" and not node.meta["grad"] and all(s in free for s in node.all_input_nodes):
-            free.add(node)
-    return free
 
 
 def _differs(source: fx.Node, have: Placement, wanted: Placement) -> bool:

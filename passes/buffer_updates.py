@@ -20,7 +20,7 @@ from autopar.passes.dead_code import is_update
 from autopar.plan import Plan
 from autopar.runtime.functional import update_buffer
 
-__all__ = ["check_updates", "input_only", "store_updates", "updated_buffers"]
+__all__ = ["check_updates", "store_updates", "updated_buffers"]
 
 
 def store_updates(graph: fx.Graph, values: Mapping[fx.Node, fx.Node]) -> None:
@@ -70,17 +70,6 @@ def _again(graph: fx.Graph, value: fx.Node) -> fx.Node:
 
 def updated_buffers(graph: fx.Graph) -> list[str]:
     return [str(node.args[0].target) for node in graph.nodes if is_update(node)]
-
-
-def input_only(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes computed from model inputs and buffers alone, without gradient: cheaper to repeat than to send."""
-    free: set[fx.Node] = set()
-    for node in graph.nodes:
-        # get_attr and placeholder nodes have no inputs
-        may_repeat = node.op in ("placeholder", "get_attr", "call_function") and not node.meta["grad"]
-        if may_repeat and all(s in free for s in node.all_input_nodes):
-            free.add(node)
-    return free
 
 
 def check_updates(traced: TracedModel, plan: Plan) -> None:

@@ -19,10 +19,11 @@ from torch import fx
 
 from autopar.blocks import op_name
 from autopar.errors import UnsupportedModelError
+from autopar.graph_walks import holds, output_node, shapes_of
 from autopar.ir import TracedModel
 from autopar.runtime.losses import cross_entropy_sum
 
-__all__ = ["Insert", "Term", "loss_node", "loss_terms", "numel", "output_node", "refuse_terms_without_rows"]
+__all__ = ["Insert", "Term", "loss_node", "loss_terms", "numel", "refuse_terms_without_rows"]
 
 aten = torch.ops.aten
 _MEAN, _SUM = 1, 2  # of torch's enumeration of reductions
@@ -56,11 +57,6 @@ class Term:
     steps: tuple[tuple[fx.Node, int], ...] = ()
     scalings: tuple[tuple[fx.Node, int], ...] = ()
     ignored: int | None = None
-
-
-def output_node(graph: fx.Graph) -> fx.Node:
-    output: fx.Node = next(n for n in reversed(graph.nodes) if n.op == "output")
-    return output
 
 
 def loss_node(graph: fx.Graph, traced: TracedModel) -> fx.Node:
@@ -129,17 +125,12 @@ def _leaf(node: fx.Node, name: str) -> Term:
 def refuse_terms_without_rows(terms: tuple[Term, ...], batch: sympy.Symbol) -> None:
     """Raise UnsupportedModelError for a term, such as a penalty on weights, that every part of a batch would add."""
     for node in (term.node for term in terms):
-        if not any(batch in _symbols(n) for n in node.all_input_nodes):
+        if not any(holds(size, batch) for n in node.all_input_nodes for shape in shapes_of(n) for size in shape):
             raise UnsupportedModelError(
                 f"a summand of the loss ({op_name(node)}) does not depend on the batch: every part would add it",
                 where=str(node.meta.get("path") or "forward"),
                 try_="weight decay of the optimizer for a penalty on weights, or leave it out",
             )
-
-
-def _symbols(node: fx.Node) -> set[sympy.Symbol]:
-    shape = node.meta.get("shape")
-    return {s for size in shape or () for s in getattr(size, "free_symbols", ())} if isinstance(shape, tuple) else set()
 
 
 def _argument(node: fx.Node, index: int, name: str, default: Any) -> Any:

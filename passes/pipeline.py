@@ -28,7 +28,7 @@ from autopar.passes.random_ops import refuse_random_ops
 from autopar.passes.rows_apart import check_rows_apart
 from autopar.passes.seed_dropout import seed_dropout
 from autopar.passes.shard_parameters import shard_parameters
-from autopar.passes.split_stages import split_stages, stage_of_segments
+from autopar.passes.split_stages import check_stages, split_stages
 from autopar.passes.token_loss import cuts_batch, sum_loss
 from autopar.plan import Plan, match_path
 from autopar.printing import diff_graphs, format_graph
@@ -105,7 +105,7 @@ def _check(traced: TracedModel, plan: Plan) -> None:
             where="fingerprints.model",
             try_="plan again for this model",
         )
-    stage_of_segments(traced.segments, plan)
+    check_stages(traced.segments, plan)
     if plan.seq_len % (2 * plan.degrees.cp) and plan.degrees.cp > 1:
         raise PlanMismatchError(
             f"seq_len {plan.seq_len} does not cut into 2 x cp = {2 * plan.degrees.cp} chunks",

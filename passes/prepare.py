@@ -11,6 +11,7 @@ from torch import fx
 from autopar.blocks import annotate, op_name
 from autopar.cost_model.strategy_table import ops_without_rule
 from autopar.errors import UnsupportedModelError
+from autopar.graph_walks import shapes_of
 from autopar.ir import TracedModel
 from autopar.passes.buffer_updates import updated_buffers
 from autopar.passes.canonicalize import canonicalize
@@ -36,8 +37,7 @@ def prepare(traced: TracedModel) -> TracedModel:
 def _refuse_sizes_of_values(graph: fx.Graph, known: set[sympy.Symbol]) -> None:
     """Sizes that depend on values, as of `logits[mask]`, can neither be priced nor cut."""
     for node in graph.nodes:
-        shape = node.meta.get("shape")
-        sizes = [s for dims in (shape if shape and isinstance(shape[0], tuple) else [shape or ()]) for s in dims]
+        sizes = [size for shape in shapes_of(node) for size in shape]
         if any(getattr(size, "free_symbols", set()) - known for size in sizes):
             raise UnsupportedModelError(
                 f"the size of the result of {op_name(node)} depends on values",

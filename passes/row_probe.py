@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar.blocks import op_name
+from autopar.graph_walks import holds
 from autopar.ir import Dim, TracedModel
 
 __all__ = ["RowProbe"]
@@ -107,7 +108,7 @@ class RowProbe:
         return _close(whole[i], torch.cat([half[i] for half in halves], holding[0]))
 
     def _holds_rows(self, size: Dim) -> bool:
-        return self._batch in getattr(size, "free_symbols", ())
+        return holds(size, self._batch)
 
     def _size(self, size: Dim, rows: int) -> int:
         return int(sympy.sympify(size).subs({self._batch: rows, self._seq: self._length}))

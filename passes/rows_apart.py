@@ -17,8 +17,9 @@ from autopar.cost_model.sharding_rules import LOSSES, RULES, rule_of
 from autopar.cost_model.strategy_table import tensor_arguments
 from autopar.cost_model.structural_rules import structural_rule
 from autopar.errors import UnsupportedModelError
+from autopar.graph_walks import ancestors, holds, output_node, shapes_of
 from autopar.ir import Dim, TracedModel
-from autopar.passes.loss_terms import loss_node, loss_terms, output_node, refuse_terms_without_rows
+from autopar.passes.loss_terms import loss_node, loss_terms, refuse_terms_without_rows
 from autopar.passes.row_probe import RowProbe
 
 __all__ = ["check_rows_apart"]
@@ -28,10 +29,10 @@ def check_rows_apart(traced: TracedModel, *, outputs: bool = False) -> None:
     """Raise UnsupportedModelError if an op that the loss needs mixes rows; with `outputs`, one of any output."""
     graph = traced.graph_module.graph
     terms = loss_terms(graph, traced)
-    needed = _ancestors([below for term in terms for below in term.node.all_input_nodes])
+    needed = ancestors([below for term in terms for below in term.node.all_input_nodes])
     if outputs:
         loss = loss_node(graph, traced)
-        needed |= _ancestors([n for n in output_node(graph).all_input_nodes if n is not loss])
+        needed |= ancestors([n for n in output_node(graph).all_input_nodes if n is not loss])
     check = _Rows(traced)
     for node in graph.nodes:
         if node.op == "call_function" and node in needed and check.mixes(node):
@@ -41,17 +42,6 @@ def check_rows_apart(traced: TracedModel, *, outputs: bool = False) -> None:
         logits = term.node.args[0]
         if op_name(term.node) in LOSSES and isinstance(logits, fx.Node) and check.holds_rows(logits.meta["shape"][-1]):
             _refuse(term.node)
-
-
-def _ancestors(nodes: list[fx.Node]) -> set[fx.Node]:
-    found: set[fx.Node] = set()
-    pending = list(nodes)
-    while pending:
-        node = pending.pop()
-        if node not in found:
-            found.add(node)
-            pending += node.all_input_nodes
-    return found
 
 
 def _refuse(node: fx.Node) -> None:
@@ -74,7 +64,7 @@ class _Rows:
         self._stacked = all(map(self._stacks, nodes))
 
     def holds_rows(self, size: Dim) -> bool:
-        return self._batch in getattr(size, "free_symbols", ())
+        return holds(size, self._batch)
 
     def mixes(self, node: fx.Node) -> bool:
         name, shape = op_name(node), node.meta["shape"]
@@ -86,7 +76,7 @@ class _Rows:
         carriers = [(i, d) for i, t in enumerate(tensors) for d, size in enumerate(_dims(t)) if self.holds_rows(size)]
         if not carriers:
             return False
-        if any(sum(map(self.holds_rows, dims)) > 1 for dims in _shapes(node)):
+        if any(sum(map(self.holds_rows, dims)) > 1 for dims in shapes_of(node)):
             return True
         if node.meta["path"] in self._experts and all(_dims(tensors[i])[d] != self._batch for i, d in carriers):
             return False
@@ -101,7 +91,7 @@ class _Rows:
 
     def _says_so(self, node: fx.Node, tensors: list[fx.Node], carriers: list[tuple[int, int]]) -> bool:
         """Of an op that cannot be tried out here: it is named to work along rows, or no result has any."""
-        if not any(self.holds_rows(size) for shape in _shapes(node) for size in shape):
+        if not any(self.holds_rows(size) for shape in shapes_of(node) for size in shape):
             return True
         names = (
             [a.name for a in node.target._schema.arguments] if isinstance(node.target, torch._ops.OpOverload) else []
@@ -128,7 +118,7 @@ class _Rows:
     def _stacks(self, node: fx.Node) -> bool:
         """Whether a dim of several batches that `node` makes, if it does, holds one after the other."""
         before = {size for t in tensor_arguments(node) for size in _dims(t)}
-        several = [s for shape in _shapes(node) for s in shape if self._several(s) and s not in before]
+        several = [s for shape in shapes_of(node) for s in shape if self._several(s) and s not in before]
         return not several or op_name(node) == "cat"
 
     def _several(self, size: Dim) -> bool:
@@ -144,7 +134,7 @@ class _Rows:
 
     def _split(self, node: fx.Node) -> bool:
         """Pieces of a dim of several batches are whole batches."""
-        source, pieces = _dims(node.all_input_nodes[0]), _shapes(node)
+        source, pieces = _dims(node.all_input_nodes[0]), shapes_of(node)
         changed = [d for d, size in enumerate(source) if any(piece[d] != size for piece in pieces)]
         return all(not self.holds_rows(source[d]) or self._whole([p[d] for p in pieces]) for d in changed)
 
@@ -178,12 +168,5 @@ _BY_SIZE = {
 }
 
 
-def _shapes(node: fx.Node) -> list[tuple[Dim, ...]]:
-    shape = node.meta["shape"]
-    if shape is None:
-        return [()]
-    return list(shape) if shape and isinstance(shape[0], tuple) else [shape]
-
-
 def _dims(node: fx.Node) -> tuple[Dim, ...]:
-    return _shapes(node)[0]
+    return next(iter(shapes_of(node)), ())

@@ -15,21 +15,22 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from autopar.errors import PassError, PlanMismatchError
+from autopar.graph_walks import input_only, stage_of_segments
 from autopar.ir import ParameterShard, Segment, StageGraph, TracedModel
-from autopar.passes.buffer_updates import input_only
 from autopar.passes.dead_code import is_update
 from autopar.passes.outline_blocks import attribute
 from autopar.placement import REPLICATE
 from autopar.plan import Plan
 from autopar.runtime.recompute import CheckpointedBlock
 
-__all__ = ["split_stages", "stage_of_segments"]
+__all__ = ["check_stages", "split_stages"]
 
 
 def split_stages(
     graph_module: fx.GraphModule, traced: TracedModel, plan: Plan, outputs: tuple[str, ...]
 ) -> tuple[StageGraph, ...]:
     """The stages of `graph_module`, first to last. `outputs` names what the last one returns."""
+    check_stages(traced.segments, plan)
     stage_of = stage_of_segments(traced.segments, plan)
     count = len(plan.stages)
     graph = graph_module.graph
@@ -48,8 +49,8 @@ def split_stages(
     return tuple(_build(graph_module, traced, s, needs, outputs, result) for s in range(count))
 
 
-def stage_of_segments(segments: Sequence[Segment], plan: Plan) -> list[int]:
-    """Stage of every segment. Glue goes with the layer after it, the epilogue with the last stage."""
+def check_stages(segments: Sequence[Segment], plan: Plan) -> None:
+    """Raise PlanMismatchError unless the plan's stages name every layer once, in order."""
     layers = [s.path for s in segments if s.kind == "layer"]
     listed = [path for stage in plan.layer_paths() for path in stage]
     if listed != layers:
@@ -62,15 +63,6 @@ def stage_of_segments(segments: Sequence[Segment], plan: Plan) -> list[int]:
             where="stages",
             try_=f"name each layer once, in order: {' .. '.join(dict.fromkeys(layers[:1] + layers[-1:])) or 'none'}",
         )
-    stage_of_layer = {path: i for i, stage in enumerate(plan.layer_paths()) for path in stage}
-    result, following = [], len(plan.stages) - 1
-    for segment in reversed(segments):
-        following = stage_of_layer.get(segment.path, following) if segment.kind == "layer" else following
-        result.append(following)
-    result.reverse()
-    if result and segments[0].kind == "glue":
-        result[0] = 0
-    return result
 
 
 @dataclass

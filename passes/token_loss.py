@@ -20,9 +20,10 @@ from torch import fx
 
 from autopar.blocks import op_name
 from autopar.errors import UnsupportedModelError
+from autopar.graph_walks import output_node
 from autopar.ir import TracedModel
 from autopar.passes.dead_code import drop_dead_code, is_update
-from autopar.passes.loss_terms import Insert, Term, loss_node, loss_terms, numel, output_node
+from autopar.passes.loss_terms import Insert, Term, loss_node, loss_terms, numel
 from autopar.passes.prepare import copy_graph
 from autopar.plan import Plan
 from autopar.runtime.tokens import over_replicas

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar.errors import SpecError
+from autopar.graph_walks import holds, shapes_of
 from autopar.ir import TracedModel
 from autopar.plan import Plan
 from autopar.recomputation import attention_cores
@@ -136,9 +137,7 @@ def _pools(traced: TracedModel) -> bool:
     """Whether an op takes a sequence together (a mean over it, its last token) before the loss does."""
 
     def long(node: fx.Node) -> bool:
-        shape = node.meta.get("shape")
-        sizes = (shape[0] if shape and isinstance(shape[0], tuple) else shape) or ()
-        return any(traced.seq in getattr(size, "free_symbols", ()) for size in sizes)
+        return any(holds(size, traced.seq) for shape in shapes_of(node)[:1] for size in shape)
 
     learnt = [n for n in traced.graph_module.graph.nodes if n.op == "call_function" and n.meta.get("grad")]
     return any(any(map(long, n.all_input_nodes)) and not long(n) and n.meta["shape"] != () for n in learnt)

@@ -1,0 +1,67 @@
+"""Questions about a captured graph that search, passes and runtime all ask."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import sympy
+from torch import fx
+
+from autopar.ir import Dim, Segment, Shape
+from autopar.plan import Plan
+
+__all__ = ["ancestors", "holds", "input_only", "output_node", "shapes_of", "stage_of_segments"]
+
+
+def output_node(graph: fx.Graph) -> fx.Node:
+    output: fx.Node = next(n for n in reversed(graph.nodes) if n.op == "output")
+    return output
+
+
+def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """`nodes` and all they are computed from."""
+    found: set[fx.Node] = set()
+    pending = list(nodes)
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending += node.all_input_nodes
+    return found
+
+
+def input_only(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes computed from model inputs and buffers alone, without gradient: cheaper to repeat than to send."""
+    free: set[fx.Node] = set()
+    for node in graph.nodes:
+        # get_attr and placeholder nodes have no inputs
+        may_repeat = node.op in ("placeholder", "get_attr", "call_function") and not node.meta["grad"]
+        if may_repeat and all(s in free for s in node.all_input_nodes):
+            free.add(node)
+    return free
+
+
+def shapes_of(node: fx.Node) -> list[Shape]:
+    """The shape of every tensor that `node` gives; none for a number."""
+    shape = node.meta.get("shape")
+    if shape is None:
+        return []
+    return list(shape) if shape and isinstance(shape[0], tuple) else [shape]
+
+
+def holds(size: Dim, symbol: sympy.Symbol) -> bool:
+    """Whether `symbol` is part of a size, alone or as a factor."""
+    return symbol in getattr(size, "free_symbols", ())
+
+
+def stage_of_segments(segments: Sequence[Segment], plan: Plan) -> list[int]:
+    """Stage of every segment, by its index. Glue goes with the layer after it, the epilogue with the last stage."""
+    stage_of_layer = {path: i for i, stage in enumerate(plan.layer_paths()) for path in stage}
+    result, following = [], len(plan.stages) - 1
+    for segment in reversed(segments):
+        following = stage_of_layer.get(segment.path, following) if segment.kind == "layer" else following
+        result.append(following)
+    result.reverse()
+    if result and segments[0].kind == "glue":
+        result[0] = 0
+    return result
