@@ -56,7 +56,14 @@ def _one_line(error: Exception) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="autopar", description="A declarative auto-parallel compiler for PyTorch.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for add in (_add_plan, _add_size, _add_verify, _add_dryrun, _add_calibrate, _add_report):
+        add(commands)
+    for command in commands.choices.values():
+        command.add_argument("--traceback", action="store_true", help="on an error, print where it came from first")
+    return parser
 
+
+def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     plan = commands.add_parser("plan", help="search the best parallel plan for a model on a cluster")
     _add_model(plan)
     plan.add_argument("--cluster", required=True, help="dgx-h100:32, local:4 or a cluster file (TOML)")
@@ -70,6 +77,8 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--json", action="store_true", help="print JSON instead of the report")
     plan.set_defaults(run=_plan)
 
+
+def _add_size(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     size = commands.add_parser("size", help="find the smallest or cheapest cluster that trains a model in time")
     _add_model(size)
     size_command.add_options(size)
@@ -78,6 +87,8 @@ def _parser() -> argparse.ArgumentParser:
     size.add_argument("--json", action="store_true", help="print JSON instead of the table")
     size.set_defaults(run=_size)
 
+
+def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     verify = commands.add_parser("verify", help="compare a parallel run with one process, parameter by parameter")
     _add_model(verify)
     count = verify.add_mutually_exclusive_group(required=True)
@@ -91,6 +102,8 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--json", action="store_true", help="print JSON instead of text")
     verify.set_defaults(run=_verify)
 
+
+def _add_dryrun(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     dryrun = commands.add_parser("dryrun", help="run ranks of a plan without a cluster and compare with the prediction")
     dryrun.add_argument("plan", help="a plan file")
     _add_model(dryrun)
@@ -103,18 +116,19 @@ def _parser() -> argparse.ArgumentParser:
     dryrun.add_argument("--json", action="store_true", help="print JSON instead of text")
     dryrun.set_defaults(run=_dryrun)
 
+
+def _add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     calibrate = commands.add_parser("calibrate", help="measure this machine and write a cluster file")
     calibrate.add_argument("--ranks", type=int, metavar="N", help="local processes to start, unless torchrun did")
     calibrate.add_argument("-o", "--output", metavar="FILE", help="write the cluster file here instead of printing it")
     calibrate.set_defaults(run=_calibrate)
 
+
+def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     report = commands.add_parser("report", help="print the report of a saved plan")
     report.add_argument("plan", help="a plan file")
     report.add_argument("--cluster", help="compare memory with this cluster's devices")
     report.set_defaults(run=_report)
-    for command in commands.choices.values():
-        command.add_argument("--traceback", action="store_true", help="on an error, print where it came from first")
-    return parser
 
 
 def _add_model(command: argparse.ArgumentParser) -> None:
