@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tensor_parallel import LAYERS, VOCAB, Block, Decoder
+from tensor_parallel import LAYERS, Block, Decoder, new_batch, new_model
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -44,25 +44,15 @@ TARGETS = {"ddp": 1.03, "fsdp2": 1.03, "pipeline": 1.03, "monitor": 1.01}
 Step = Callable[[], float]
 
 
-def _model() -> Decoder:
-    torch.manual_seed(0)
-    return Decoder()
-
-
-def _batch() -> dict[str, Tensor]:
-    ids = torch.randint(0, VOCAB, (ROWS, SEQ), generator=torch.Generator().manual_seed(1))
-    return {"ids": ids, "labels": ids.roll(-1, 1)}
-
-
 def _engine(degrees: Degrees, zero: int = 0) -> tuple[Step, ParallelModule]:
     per_rank = ROWS // degrees.dp
     stages = tuple((f"blocks.{i}-{i + LAYERS // degrees.pp - 1}",) for i in range(0, LAYERS, LAYERS // degrees.pp))
     plan = Plan(
         degrees=degrees, global_batch=ROWS, seq_len=SEQ, micro_batch=per_rank // MICRO_BATCHES, stages=stages, zero=zero
     )  # fmt: skip
-    pm = build(_model(), prepare(trace(_model(), _batch())), plan)
+    pm = build(new_model(), prepare(trace(new_model(), new_batch(ROWS, SEQ))), plan)
     optimizer = pm.optimizer(torch.optim.SGD, lr=1e-4)
-    batch = _batch()
+    batch = new_batch(ROWS, SEQ)
 
     def step() -> float:
         loss = pm.step(batch)
@@ -76,7 +66,7 @@ def _engine(degrees: Degrees, zero: int = 0) -> tuple[Step, ParallelModule]:
 def _mine() -> list[dict[str, Tensor]]:
     """This dp rank's micro-batches."""
     rank, each = dist.get_rank(), ROWS // dist.get_world_size()
-    own = {name: t[rank * each : (rank + 1) * each] for name, t in _batch().items()}
+    own = {name: t[rank * each : (rank + 1) * each] for name, t in new_batch(ROWS, SEQ).items()}
     parts = {name: t.chunk(MICRO_BATCHES) for name, t in own.items()}
     return [{name: pieces[i] for name, pieces in parts.items()} for i in range(MICRO_BATCHES)]
 
@@ -88,15 +78,15 @@ def _agreed(losses: list[Tensor]) -> float:
     return total.item()
 
 
-def _ddp() -> Step:
-    model = DistributedDataParallel(_model())
+def _accumulating(model: Any, part: Callable[[bool], contextlib.AbstractContextManager[None]]) -> Step:
+    """A step of `model` over this rank's micro-batches; each runs within `part(whether it is the last)`."""
     optimizer, micro_batches = torch.optim.SGD(model.parameters(), lr=1e-4), _mine()
 
     def step() -> float:
         losses = []
-        for i, part in enumerate(micro_batches):
-            with contextlib.nullcontext() if i == MICRO_BATCHES - 1 else model.no_sync():
-                loss = model(**part) / MICRO_BATCHES
+        for i, inputs in enumerate(micro_batches):
+            with part(i == MICRO_BATCHES - 1):
+                loss = model(**inputs) / MICRO_BATCHES
                 loss.backward()
                 losses.append(loss.detach() * MICRO_BATCHES)
         optimizer.step()
@@ -106,26 +96,23 @@ def _ddp() -> Step:
     return step
 
 
+def _ddp() -> Step:
+    model = DistributedDataParallel(new_model())
+    return _accumulating(model, lambda last: contextlib.nullcontext() if last else model.no_sync())
+
+
 def _fsdp2() -> Step:
-    model: Any = _model()
+    model: Any = new_model()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
-    optimizer, micro_batches = torch.optim.SGD(model.parameters(), lr=1e-4), _mine()
 
-    def step() -> float:
-        losses = []
-        for i, part in enumerate(micro_batches):
-            model.set_is_last_backward(i == MICRO_BATCHES - 1)
-            loss = model(**part) / MICRO_BATCHES
-            loss.backward()
-            losses.append(loss.detach() * MICRO_BATCHES)
-        optimizer.step()
-        optimizer.zero_grad()
-        return _agreed(losses)
+    def part(last: bool) -> contextlib.AbstractContextManager[None]:
+        model.set_is_last_backward(last)
+        return contextlib.nullcontext()
 
-    return step
+    return _accumulating(model, part)
 
 
 class _Stage(nn.Module):
@@ -146,7 +133,7 @@ class _Stage(nn.Module):
 
 def _pipeline() -> Step:
     rank, count = dist.get_rank(), dist.get_world_size()
-    module, batch = _Stage(_model(), rank, count), _batch()
+    module, batch = _Stage(new_model(), rank, count), new_batch(ROWS, SEQ)
     stage = PipelineStage(module, rank, count, torch.device("cpu"))
     loss_fn = lambda out, target: nn.functional.cross_entropy(out.flatten(0, 1), target.flatten())  # noqa: E731
     schedule = Schedule1F1B(stage, MICRO_BATCHES, loss_fn=loss_fn)

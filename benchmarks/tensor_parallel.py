@@ -104,18 +104,18 @@ class Decoder(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
-def _model() -> Decoder:
+def new_model() -> Decoder:
     torch.manual_seed(0)
     return Decoder()
 
 
-def _batch() -> dict[str, Tensor]:
-    ids = torch.randint(0, VOCAB, (ROWS, SEQ), generator=torch.Generator().manual_seed(1))
+def new_batch(rows: int = ROWS, seq: int = SEQ) -> dict[str, Tensor]:
+    ids = torch.randint(0, VOCAB, (rows, seq), generator=torch.Generator().manual_seed(1))
     return {"ids": ids, "labels": ids.roll(-1, 1)}
 
 
 def _rewritten(sequence_sharding: bool) -> tuple[Callable[[], Tensor], nn.Module]:
-    model, batch = _model(), _batch()
+    model, batch = new_model(), new_batch()
     names = {**dict.fromkeys(("attention.q", "attention.k", "attention.v", "mlp.gate", "mlp.up"), "S(0)")}
     names |= dict.fromkeys(("attention.o", "mlp.down"), "S(1)")
     plan = Plan(
@@ -132,7 +132,7 @@ def _rewritten(sequence_sharding: bool) -> tuple[Callable[[], Tensor], nn.Module
 
 
 def _by_dtensor(sequence_sharding: bool) -> tuple[Callable[[], Tensor], nn.Module]:
-    model, batch = _model(), _batch()
+    model, batch = new_model(), new_batch()
     mesh = init_device_mesh("cpu", (2,))
     columns = {name: ColwiseParallel() for name in ("attention.q", "attention.k", "attention.v", "mlp.gate", "mlp.up")}
     rows = {
