@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import sympy
 from torch import fx
@@ -10,12 +11,18 @@ from torch import fx
 from autopar.ir import Dim, Segment, Shape
 from autopar.plan import Plan
 
-__all__ = ["ancestors", "holds", "input_only", "output_node", "shapes_of", "stage_of_segments"]
+__all__ = ["ancestors", "holds", "input_only", "output_node", "outputs_of", "shapes_of", "stage_of_segments"]
 
 
 def output_node(graph: fx.Graph) -> fx.Node:
     output: fx.Node = next(n for n in reversed(graph.nodes) if n.op == "output")
     return output
+
+
+def outputs_of(graph: fx.Graph) -> Sequence[Any]:
+    """What the graph returns, in order: nodes, or plain values."""
+    found: Any = output_node(graph).args[0]
+    return tuple(found)
 
 
 def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:

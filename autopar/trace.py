@@ -27,6 +27,7 @@ from autopar.equal_layers import LayerNumberError
 from autopar.errors import UnsupportedModelError
 from autopar.example_call import example_arguments, fake_call, rebuilder
 from autopar.grad_regions import inline_no_grad
+from autopar.graph_walks import outputs_of
 from autopar.ir import InputSpec, ParameterSpec, TracedModel
 from autopar.opaque_functions import OpaqueCalls
 from autopar.plain_graph import plain_graph, symbols_of
@@ -247,7 +248,7 @@ def _inputs(graph: fx.Graph) -> tuple[InputSpec, ...]:
 
 def _outputs(graph: fx.Graph, exported: torch.export.ExportedProgram) -> tuple[tuple[str, ...], Any, int | None]:
     """Names of the flat outputs, the spec that rebuilds the user's type, and which one is the loss."""
-    leaves = list(next(n for n in graph.nodes if n.op == "output").args[0])
+    leaves = outputs_of(graph)
     spec = exported.call_spec.out_spec
     names = tuple(flat_names(spec.unflatten(range(len(leaves)))))
     scalars = [

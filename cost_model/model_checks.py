@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
 
 from autopar.blocks import op_name
 from autopar.errors import SpecError, UnsupportedModelError
+from autopar.graph_walks import outputs_of
 from autopar.ir import TracedModel
 from autopar.placement import parse_placement
 from autopar.plan import match_path
@@ -68,7 +67,7 @@ def _check_loss(traced: TracedModel) -> None:
     if traced.loss is not None:
         return
     found = []
-    leaves: Any = next(n for n in traced.graph_module.graph.nodes if n.op == "output").args[0]
+    leaves = outputs_of(traced.graph_module.graph)
     for name, leaf in zip(traced.outputs, leaves, strict=False):
         if isinstance(leaf, fx.Node) and leaf.meta.get("shape") is not None:
             found.append(f"{name or 'output'} of shape ({', '.join(map(str, leaf.meta['shape']))})")

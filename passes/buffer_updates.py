@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from autopar.errors import UnsupportedModelError
+from autopar.graph_walks import output_node
 from autopar.ir import TracedModel
 from autopar.passes.dead_code import is_update
 from autopar.plan import Plan
@@ -28,7 +29,7 @@ def store_updates(graph: fx.Graph, values: Mapping[fx.Node, fx.Node]) -> None:
     if not values:
         return
     first = next(n for n in graph.nodes if n.op == "call_function")
-    output = next(n for n in reversed(graph.nodes) if n.op == "output")
+    output = output_node(graph)
     for buffer in values:
         with graph.inserting_before(first):
             before = graph.call_function(torch.ops.aten.clone.default, (buffer,))

@@ -19,7 +19,7 @@ from torch import fx
 
 from autopar.blocks import op_name
 from autopar.errors import UnsupportedModelError
-from autopar.graph_walks import holds, output_node, shapes_of
+from autopar.graph_walks import holds, outputs_of, shapes_of
 from autopar.ir import TracedModel
 from autopar.runtime.losses import cross_entropy_sum
 
@@ -65,7 +65,7 @@ def loss_node(graph: fx.Graph, traced: TracedModel) -> fx.Node:
         raise UnsupportedModelError(
             "the model returns no scalar loss", where="forward", try_="pass labels in the example, or a loss_fn"
         )
-    loss = output_node(graph).args[0][traced.loss]  # type: ignore[index]
+    loss = outputs_of(graph)[traced.loss]
     assert isinstance(loss, fx.Node)
     return loss
 

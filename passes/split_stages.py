@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from autopar.errors import PassError, PlanMismatchError
-from autopar.graph_walks import input_only, stage_of_segments
+from autopar.graph_walks import input_only, output_node, stage_of_segments
 from autopar.ir import ParameterShard, Segment, StageGraph, TracedModel
 from autopar.passes.dead_code import is_update
 from autopar.passes.outline_blocks import attribute
@@ -36,7 +36,7 @@ def split_stages(
     graph = graph_module.graph
     free = input_only(graph)
     home = {n: stage_of[n.meta["segment"]] for n in graph.nodes if n.op in ("call_function", "call_module")}
-    result = next(n for n in graph.nodes if n.op == "output")
+    result = output_node(graph)
     needs = [_Needs() for _ in range(count)]
     for node, stage in home.items():
         if node not in free:

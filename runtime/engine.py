@@ -34,7 +34,7 @@ from autopar.runtime.sequence import sequence_length
 from autopar.runtime.stage import localize, set_training
 from autopar.runtime.state import LocalState
 from autopar.runtime.step_trace import StepTrace
-from autopar.runtime.tokens import TokenCounter, divided
+from autopar.runtime.tokens import TokenCounter, divided, loss_dtype
 from autopar.runtime.world import World
 from autopar.runtime.zero import ShardedStage, shard_stage
 
@@ -301,8 +301,7 @@ class ParallelModule(nn.Module):
 
     def _agreed_loss(self, losses: list[Tensor]) -> Tensor:
         """The sum over micro-batches and dp ranks, from the last stage to all; in fp32, or fp64 if the model's is."""
-        node = next(n for n in self.traced.graph_module.graph.nodes if n.op == "output").args[0][self.traced.loss]
-        dtype = torch.float64 if node.meta["dtype"] == torch.float64 else torch.float32
+        dtype = loss_dtype(self.traced)
         if losses:
             total = self.world.sum(torch.stack(losses).sum(), "dp").to(dtype)
         else:

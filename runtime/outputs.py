@@ -16,6 +16,7 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from autopar.errors import AutoparError
+from autopar.graph_walks import outputs_of
 from autopar.ir import TracedModel
 from autopar.runtime.collectives import convert
 from autopar.runtime.reducer import GradientReducer
@@ -39,7 +40,7 @@ class WholeForward:
         self.graph_module = graph_module
         self._traced, self._world, self._tokens, self._reducer = traced, world, tokens, reducer
         self._batch_dims, self._sequence_dims = _dims_of(traced, traced.batch), _dims_of(traced, traced.seq)
-        outputs = next(n for n in traced.graph_module.graph.nodes if n.op == "output").args[0]
+        outputs = outputs_of(traced.graph_module.graph)
         # A loss function may return what is an output already.
         self._losses = {i for i, x in enumerate(outputs) if traced.loss is not None and x is outputs[traced.loss]}
 
@@ -89,6 +90,5 @@ def _gathered(module: nn.Module) -> dict[str, Tensor]:
 
 def _dims_of(traced: TracedModel, size: sympy.Symbol) -> list[int | None]:
     """Of each output, the dim that has this size."""
-    output = next(n for n in traced.graph_module.graph.nodes if n.op == "output")
-    shapes = [n.meta["shape"] if isinstance(n, fx.Node) else None for n in output.args[0]]
+    shapes = [n.meta["shape"] if isinstance(n, fx.Node) else None for n in outputs_of(traced.graph_module.graph)]
     return [None if shape is None else next((d for d, s in enumerate(shape) if s == size), None) for shape in shapes]

@@ -9,11 +9,13 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 from autopar.errors import SpecError
+from autopar.graph_walks import outputs_of
+from autopar.ir import TracedModel
 from autopar.mesh import AXES
 from autopar.runtime.collectives import resolve_group
 from autopar.runtime.world import World
 
-__all__ = ["TokenCounter", "divided", "over_replicas"]
+__all__ = ["TokenCounter", "divided", "loss_dtype", "over_replicas"]
 
 
 def over_replicas(rows: Tensor, *, group: str) -> Tensor:
@@ -29,6 +31,13 @@ def divided(loss_sums: Tensor, divisors: Tensor) -> Tensor:
     """The loss: each of `loss_sums` [terms] by its divisor [terms], added up; 0-d, in fp32 at least."""
     wide = loss_sums.to(torch.promote_types(loss_sums.dtype, torch.float32))
     return (wide / divisors.to(wide.dtype)).sum()
+
+
+def loss_dtype(traced: TracedModel) -> torch.dtype:
+    """Of the loss that ranks agree on: fp64 if the model's own is, else fp32."""
+    assert traced.loss is not None
+    own = outputs_of(traced.graph_module.graph)[traced.loss].meta["dtype"]
+    return torch.float64 if own == torch.float64 else torch.float32
 
 
 class TokenCounter:

@@ -37,7 +37,7 @@ from autopar.ir import StageGraph, TracedModel
 from autopar.plan import Plan
 from autopar.runtime.limits import refuse_unbuilt
 from autopar.runtime.stage import localize
-from autopar.runtime.tokens import TokenCounter
+from autopar.runtime.tokens import TokenCounter, loss_dtype
 
 __all__ = ["MeasuredRank", "measure_rank"]
 
@@ -171,8 +171,7 @@ class _Rank:
         self.divisors = TokenCounter(graph, self.world).divisors(batch)
 
     def _agree_on_loss(self) -> None:
-        output = next(n for n in self.traced.graph_module.graph.nodes if n.op == "output").args[0][self.traced.loss]
-        loss = torch.zeros((), dtype=torch.float64 if output.meta["dtype"] == torch.float64 else torch.float32)
+        loss = torch.zeros((), dtype=loss_dtype(self.traced))
         if self.count - 1 in self.chunks:
             losses = torch.stack(self.chunks[self.count - 1].losses)
             loss = self.world.sum(losses.sum(), "dp").to(loss.dtype)
