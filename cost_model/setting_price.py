@@ -303,15 +303,6 @@ class SettingPrice:
             for n, mode in zip(chosen, self.modes_of(i), strict=True) if mode in modes
         )  # fmt: skip
 
-    def keeps_fastest(self, solution: PipelineSolution) -> bool:
-        """True if every layer runs in its fastest mode: more memory would change nothing."""
-        for i in range(len(self.classes)):
-            times = [sum(self.layer_parts(i, mode).values()) for mode in self.modes_of(i)]
-            slower = [k for k, t in enumerate(times) if t > min(times)]
-            if any(stage.modes[i][k] for stage in solution.stages for k in slower):
-                return False
-        return True
-
     def executed_flops(self, solution: PipelineSolution) -> float:
         """Of a step, on all devices; recomputed forwards by their share of a layer's seconds."""
         total = 0.0

@@ -24,10 +24,6 @@ class AppliedOverlap:
                 reasons.update(dict.fromkeys(((path, name) for path in self._layers), reason))
         self._reasons = reasons
 
-    def of_layer(self, path: str) -> dict[str, str | None]:
-        """Name -> None if it is applied to the layer, else why not."""
-        return {name: self._reasons.get((path, name)) for name in self._names}
-
     def text(self) -> str:
         """A line for every name and run of layers with the same answer."""
         lines = []

@@ -80,7 +80,6 @@ class _ColumnLinears(torch.autograd.Function):
             outputs = [F.linear(whole, w, b) for w, b in zip(weights, biases, strict=True) if w is not None]
         ctx.save_for_backward(whole, *weights)
         ctx.src, ctx.dst, ctx.group, ctx.ring, ctx.wide = src, dst, group, ring, wide
-        ctx.biased = [b is not None for b in biases]
         return tuple(outputs)
 
     @staticmethod
