@@ -9,13 +9,14 @@ fp16 has few exponents: its losses are scaled up before backward and the gradien
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from autopar.plan import Plan
 
-__all__ = ["ComputeCopies", "LossScale", "compute_dtype"]
+__all__ = ["ComputeCopies", "LossScale", "compute_dtype", "in_dtype"]
 
 
 def compute_dtype(plan: Plan, own: torch.dtype) -> torch.dtype:
@@ -23,6 +24,14 @@ def compute_dtype(plan: Plan, own: torch.dtype) -> torch.dtype:
     if own != torch.float32:
         return own
     return {"bf16-mixed": torch.bfloat16, "fp16": torch.float16}.get(plan.precision, own)
+
+
+def in_dtype(leaf: Any, dtype: torch.dtype) -> Any:
+    """`leaf` in the floating `dtype`, complex numbers in its complex counterpart: nn.Module.to would drop their
+    imaginary part. Anything else is returned as it is."""
+    if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
+        return leaf
+    return leaf.to(dtype.to_complex() if leaf.is_complex() else dtype)
 
 
 class ComputeCopies:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -18,6 +19,7 @@ from autopar.models import ModelSource
 from autopar.passes.prepare import copy_graph
 from autopar.passes.token_loss import sum_loss
 from autopar.plan import Plan
+from autopar.runtime.precision import in_dtype
 from autopar.trace import trace
 
 __all__ = ["dry_run", "dry_run_captured"]
@@ -66,7 +68,7 @@ def _capture(plan: Plan, source: ModelSource) -> tuple[TracedModel, Plan, list[s
     own = {p.dtype for p in model.parameters() if p.is_floating_point()}
     notices: list[str] = []
     if own != {dtype}:
-        model = model.to(dtype)
+        model = model._apply(partial(in_dtype, dtype=dtype))
         if plan.fingerprints.get("model"):
             plan = plan.replace(fingerprints={k: v for k, v in plan.fingerprints.items() if k != "model"})
             notices.append(

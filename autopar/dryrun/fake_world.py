@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar.errors import AutoparError
 from autopar.mesh import AXES, Degrees
@@ -48,7 +48,16 @@ class FakeWorld(World):
         self.mesh = None
         if degrees.world_size > 1:
             self.mesh = init_device_mesh("cpu", degrees.shape, mesh_dim_names=AXES)
+        if self.mesh is not None and self.size("cp") > 1 and self.size("dp") == 1:
+            # The data ranks are those of cp: a second group of them tells what is sent for parameters from the rest.
+            group = dist.new_group([self.global_rank("cp", i) for i in range(self.size("cp"))])
+            self._data = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("data",))
         self.data_mesh  # noqa: B018 - made here, outside of the mode in which tensors hold nothing
+
+    def data_group(self, over_cp: bool) -> dist.ProcessGroup | None:
+        if over_cp and self.data_mesh is not None and self.size("dp") == 1:
+            return self.data_mesh.get_group()
+        return super().data_group(over_cp)
 
     def axis_of(self, group_name: str) -> str:
         """The mesh axis whose process group has that name."""

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from autopar import passes
@@ -27,6 +27,7 @@ from autopar.ir import TracedModel
 from autopar.models import resolve
 from autopar.plan import Plan
 from autopar.runtime.launch import run_ranks
+from autopar.runtime.precision import in_dtype
 from autopar.specs import Pins
 from autopar.trace import trace
 from autopar.verify.layout import FixedLayouts, batch_size, pinned_plan
@@ -194,11 +195,8 @@ def _materialize(model: str | Factory, dtype: torch.dtype, pins: Pins) -> tuple[
                 where="pin microbatch",
             )
         module, batch = _same_everywhere(*resolve(model).materialize(multiple, _SEQ))
-    return module.to(dtype).train(), {key: pytree.tree_map(partial(_in, dtype), value) for key, value in batch.items()}
-
-
-def _in(dtype: torch.dtype, leaf: Any) -> Any:
-    return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+    cast = partial(in_dtype, dtype=dtype)
+    return module._apply(cast).train(), {key: pytree.tree_map(cast, value) for key, value in batch.items()}
 
 
 def _same_everywhere(module: nn.Module, batch: Mapping[str, Any]) -> tuple[nn.Module, Mapping[str, Any]]:

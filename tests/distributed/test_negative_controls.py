@@ -36,9 +36,13 @@ def _conversion(source: str, target: str, forward: str, backward: str) -> Fault:
     return lambda: mock.patch.object(collectives, "CONVERSIONS", wrong)
 
 
+_own_divisors = tokens.TokenCounter.divisors
+
+
 def _mean_of_means(self: tokens.TokenCounter, inputs: Any) -> Any:
-    assert self._graph is not None
-    return self._local(self._graph, inputs) * self._world.size("dp")
+    """Divisors as if every replica had as many targets as this one."""
+    with mock.patch.object(tokens.dist, "all_reduce", lambda count, group: count.mul_(dist.get_world_size(group))):
+        return _own_divisors(self, inputs)
 
 
 TP, SP = (plans.megatron("tiny_gpt", Degrees(tp=2), sequence_sharding=sp, micro_batch=4) for sp in (False, True))
@@ -53,7 +57,7 @@ FAULTS: dict[str, tuple[Plan, Fault, str]] = {
     "replicas do not sum their gradients": (
         DP, lambda: mock.patch.object(world.World, "data_group", return_value=None), ""),
     "a mean of the replicas' means": (
-        DP, lambda: mock.patch.object(tokens.TokenCounter, "total", _mean_of_means), "loss"),
+        DP, lambda: mock.patch.object(tokens.TokenCounter, "divisors", _mean_of_means), "loss"),
     "tied weights are not summed over stages": (
         PP, lambda: mock.patch.object(reductions, "_tied_sums", return_value=[]), "tokens.weight"),
     "a sequence is cut in order where attention expects front and back": (

@@ -71,6 +71,7 @@ def test_context_parallel(llama: TracedModel, kind: str, checkpoint: bool) -> No
         (3, Degrees(dp=2, pp=4), {}),
         (3, Degrees(dp=2, pp=2), {"schedule": "interleaved", "virtual_stages": 2}),
         (2, Degrees(dp=4), {"zero_group": 2}),
+        (3, Degrees(cp=4), {}),
     ],
 )
 def test_sharded_ranks(llama: TracedModel, zero: int, degrees: Degrees, options: dict[str, object]) -> None:
