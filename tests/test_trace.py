@@ -53,7 +53,12 @@ def test_graph_is_the_model_at_another_size(family: str, prepared: bool) -> None
     assert torch.equal(loss.detach(), reference)
     found = _gradients(model, loss)
     assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[n], wanted[n]) for n in wanted)
+    # Where transformers leaves grouped heads to the attention kernel, but repeats them under a tracer, the order in
+    # which a processor's kernel adds up the shared heads' gradients is its own: the last bit of fp64.
+    shared_heads = getattr(model, "config", None) and model.config.to_dict().get("num_key_value_heads")
+    for n, gradient in wanted.items():
+        last_bit = 4 * torch.finfo(gradient.dtype).eps * gradient.abs().max().item() if shared_heads else 0.0
+        torch.testing.assert_close(found[n], gradient, rtol=0.0, atol=last_bit)
     assert repr(getattr(model, "config", None)) == config
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
 
