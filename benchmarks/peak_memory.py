@@ -3,24 +3,23 @@
     python benchmarks/peak_memory.py [--json]
 
 A small Llama on four local processes. What tensors hold is counted by storage, from the op that makes it to its last
-reference; storages that FSDP empties count as empty. Parameters, gradients, AdamW state and activations are in it, the
-device's reserve is in neither. The largest moment of two steps with the optimizer's is what counts.
+reference (`autopar.dryrun.recorder`); storages that FSDP empties count as empty. Parameters, gradients, AdamW state and
+activations are in it, the device's reserve is in neither. With --json by category: what FSDP gathers is communication
+there, gradients that it has not reduced yet are activations. The largest moment of two steps with the optimizer's is what counts.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import weakref
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from autopar.api import build, find_plan
+from autopar.dryrun.recorder import Recorder
+from autopar.ir import TracedModel
 from autopar.passes import prepare
 from autopar.plan import Plan
 from autopar.runtime.launch import run_ranks
@@ -55,51 +54,33 @@ def _batch() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids.clone()}
 
 
-class _Held(TorchDispatchMode):
-    """Bytes of all live storages, looked at after every op."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self.peak = 0
-
-    def hold(self, tensor: torch.Tensor) -> None:
-        storage = local_part(tensor).untyped_storage()
-        self._storages.setdefault(storage._cdata, weakref.ref(storage))
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                self.hold(leaf)
-        total = 0
-        for key, reference in list(self._storages.items()):
-            storage = reference()
-            if storage is None:
-                del self._storages[key]
-            else:
-                total += storage.nbytes()
-        self.peak = max(self.peak, total)
-        return result
-
-
-def _measure(plans: list[Plan]) -> list[int]:
+def _measure(plans: list[Plan]) -> list[dict[str, int]]:
+    """Per layout, bytes by category at the peak of this rank."""
     torch.set_num_threads(1)
-    traced, peaks = prepare(trace(_model(), _batch())), []
-    for plan in plans:
-        pm = build(_model(), traced, plan)
-        optimizer, held = pm.optimizer(torch.optim.AdamW, lr=1e-4), _Held()
-        for parameter in pm.parameters():
-            held.hold(parameter)
-        with held:
-            for _ in range(2):
-                pm.step(_batch())
+    traced = prepare(trace(_model(), _batch()))
+    return [_one_layout(traced, plan) for plan in plans]
+
+
+def _one_layout(traced: TracedModel, plan: Plan) -> dict[str, int]:
+    pm = build(_model(), traced, plan)
+    optimizer = pm.optimizer(torch.optim.AdamW, lr=1e-4)
+    recorder = Recorder()
+
+    def on_gradient(parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            recorder.claim(local_part(parameter.grad), "gradients")
+
+    for parameter in pm.parameters():
+        recorder.claim(parameter, "parameters")
+        parameter.register_post_accumulate_grad_hook(on_gradient)
+    with recorder:
+        for _ in range(2):
+            pm.step(_batch())
+            with recorder.category("optimizer"):
                 optimizer.step()
-                optimizer.zero_grad()
-        peaks.append(held.peak)
-        dist.barrier()
-        del pm, optimizer, held
-    return peaks
+            optimizer.zero_grad()
+    dist.barrier()
+    return recorder.peak
 
 
 def _plans() -> list[Plan]:
@@ -120,7 +101,9 @@ def main() -> None:
         for rank in range(RANKS):
             predicted = stages[plan.degrees.coordinates(rank)["pp"]]
             expected = predicted["total"] - predicted.get("reserved", 0)
-            rows.append({"layout": name, "rank": rank, "measured": by_rank[rank][i], "predicted": int(expected)})
+            held = by_rank[rank][i]
+            rows.append({"layout": name, "rank": rank, "measured": sum(held.values()), "predicted": int(expected),
+                         "measured_by_category": held, "predicted_by_category": predicted})  # fmt: skip
     if options.json:
         print(json.dumps(rows, indent=2))
         return

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
 from torch.distributed.pipelining.schedules import (
     ScheduleInterleaved1F1B,
@@ -23,10 +23,11 @@ from torch.distributed.pipelining.schedules import (
 from autopar.errors import SpecError
 from autopar.ir import InputSpec
 from autopar.runtime.clock import attached
+from autopar.runtime.receive_buffers import LeanStage
 
 __all__ = ["LocalStage", "PipelineRunner", "check_micro_batches"]
 
-_KEPT_SCHEDULES = 4  # each holds receive buffers for all its micro-batches
+_KEPT_SCHEDULES = 4  # each has learnt the shapes of one input
 _LOOPED = {"interleaved": ScheduleInterleaved1F1B, "zero-bubble": ScheduleInterleavedZeroBubble}
 
 
@@ -55,15 +56,9 @@ def check_micro_batches(schedule: str, ranks: int, micro_batches: int) -> None:
 
 
 def _with_contiguous_gradient(x: Tensor) -> Tensor:
-    """`x`, whose next gradient will be contiguous: it is sent point to point. Receive buffers live on, hooks do not."""
-    if not x.requires_grad:
-        return x
-
-    def hook(gradient: Tensor) -> Tensor:
-        handle.remove()
-        return gradient.contiguous()
-
-    handle = x.register_hook(hook)
+    """`x`, whose gradient will be contiguous: it is sent point to point."""
+    if x.requires_grad:
+        x.register_hook(lambda gradient: gradient.contiguous())
     return x
 
 
@@ -95,7 +90,7 @@ class _Body(nn.Module):
         return sent[0] if len(sent) == 1 else sent
 
 
-class _MeasuredStage(PipelineStage):
+class _MeasuredStage(LeanStage):
     """Takes its compute off the time of the schedule, so that waiting is left, if a clock is attached; tells the body
     what is a micro-batch."""
 
@@ -153,7 +148,7 @@ def _order_1f1b(stage: int, stages: int, micro_batches: int) -> list[_Action | N
 class PipelineRunner:
     """Runs the micro-batches of a step through this rank's `stages`, of `count` in all.
 
-    Buffers and schedule belong to one shape of input; a batch of another shape gets its own, the last few are kept.
+    A schedule belongs to one shape of input; a batch of another shape gets its own, the last few are kept.
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 
 The graphs are what the passes make; masters and their 16-bit copies, sharding and reduction of gradients are the
 runtime's own. The pipeline follows the order torch executes (cost_model/schedule_orders.py) with the receive buffers
-torch allocates. Micro-batches are all alike, so as many run as it takes to reach the peak of memory; that those were
+of the runtime. Micro-batches are all alike, so as many run as it takes to reach the peak of memory; that those were
 alike is checked, and their collectives multiplied. The optimizer's state is there, its step is not part of the peak: a
 fused one needs no memory of its own.
 """
@@ -101,8 +101,6 @@ class _Rank:
         alike = self._enough(micro_batches)
         with self.recorder.category("inputs"):
             batch = self._batch(self.plan.micro_batch * micro_batches)
-        for chunk in self.chunks.values():
-            chunk.make_buffers(micro_batches, alike)
         issued: dict[tuple[str, int, int], list[Issued]] = {}
         once = self._issued_by(lambda: self._count_tokens(batch))
         self.holdings.begin(alike)

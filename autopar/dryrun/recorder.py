@@ -1,8 +1,9 @@
 """What a rank does to memory and network, seen from below: every op that runs passes through here.
 
-Memory is counted by storage, from the op that makes it to the moment the last reference goes, so views cost nothing and
-what autograd keeps is in it. A storage belongs to the category that was current when it was made, until `claim` moves
-it. Collectives are the ops of torch's c10d namespace, which every backend's calls go through.
+Memory is counted by storage, from the op that makes it to the moment the last reference goes, so views cost nothing,
+what autograd keeps is in it, and tensors on the meta device are not. A storage belongs to the category that was current
+when it was made, until `claim` moves it. Collectives are the ops of torch's c10d namespace, which every backend's calls
+go through.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class Recorder(TorchDispatchMode):
             self._record(func, args)
             return result
         for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
+            if isinstance(leaf, Tensor) and leaf.device.type != "meta":
                 storage = _own_storage(leaf)
                 if storage._cdata not in self._held:
                     self._add(storage, self._category)

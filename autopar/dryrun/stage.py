@@ -1,4 +1,4 @@
-"""A stage's forward and backward on tensors without data, with the buffers and messages of torch's pipeline stages."""
+"""A stage's forward and backward on tensors without data, with the buffers and messages of the pipeline's stages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 class Chunk:
-    """One stage of a rank. Call `make_buffers` before the micro-batches of a step."""
+    """One stage of a rank."""
 
     def __init__(
         self, traced: TracedModel, plan: Plan, stage: StageGraph, stages: tuple[StageGraph, ...], graph: nn.Module,
@@ -35,33 +35,15 @@ class Chunk:
         self.last = stage.index == len(stages) - 1
         self.saved: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
         self.put_off: dict[int, Callable[[], Any]] = {}
-        self.received: dict[int, list[Tensor]] = {}
-        self.received_gradients: dict[int, list[Tensor]] = {}
-        self.kept_gradients: list[Tensor] = []
         self.losses: list[Tensor] = []
         self.received_shapes: Shapes = ()
         self.sent_shapes: Shapes = ()
 
-    def make_buffers(self, micro_batches: int, run: int) -> None:
-        """torch's stages hold a receive buffer for every micro-batch of a step, for activations and for gradients, and
-        the gradients of what they received, here those of the micro-batches that are not run."""
-        with self.recorder.category("communication"):
-            for i in range(micro_batches):
-                self.received[i] = [
-                    t.requires_grad_(t.is_floating_point()) for t in self._boundary(self.stage.receives, self.stage)
-                ]
-            for i in range(run, micro_batches):
-                self.kept_gradients += [torch.empty_like(t) for t in self.received[i] if t.requires_grad]
-            if not self.last:
-                following = self.stages[self.stage.index + 1]
-                after = self._boundary(following.receives, following)
-                for i in range(micro_batches):
-                    self.received_gradients[i] = [torch.empty_like(t) for t in after if t.is_floating_point()]
-        self.received_shapes = tuple(tuple(t.shape) for t in self.received[0])
-
     def forward(self, i: int, batch: Mapping[str, Tensor], divisors: Tensor) -> None:
-        received = self.received[i]
-        self._exchange(dist.irecv, received, -1)
+        received = self._receive(self.stage, -1, "activations")
+        for t in received:
+            t.requires_grad_(t.is_floating_point())
+        self.received_shapes = tuple(tuple(t.shape) for t in received)
         rows = slice(i * self.plan.micro_batch, (i + 1) * self.plan.micro_batch)
         inputs = {
             s.name: batch[s.name] if s.batch_dim is None else batch[s.name][(slice(None),) * s.batch_dim + (rows,)]
@@ -74,20 +56,22 @@ class Chunk:
             self.losses.append(outputs[0].detach())
         else:
             outputs = [t.contiguous() for t in outputs]
+            for t in outputs:  # held until their backward
+                self.recorder.claim(t, "communication")
             self.sent_shapes = tuple(tuple(t.shape) for t in outputs)
             self._exchange(dist.isend, [t.detach() for t in outputs], +1)
         self.saved[i] = (received, outputs)
 
     def backward(self, i: int) -> None:
         received, outputs = self.saved.pop(i)
-        self._whole_backward(outputs, self._arrived(i))
+        self._whole_backward(outputs, self._arrived())
         del outputs
         self._send_back(received)
 
     def backward_input(self, i: int) -> None:
         """The half that the stage before waits for. The first stage puts off all of it, as torch does."""
         received, outputs = self.saved.pop(i)
-        arrived = self._arrived(i)
+        arrived = self._arrived()
         if not any(t.requires_grad for t in received):
             self.put_off[i] = lambda: self._whole_backward(outputs, arrived)
             return
@@ -105,19 +89,24 @@ class Chunk:
         else:
             torch.autograd.backward([t for t in outputs if t.requires_grad], arrived)
 
-    def _arrived(self, i: int) -> list[Tensor] | None:
+    def _arrived(self) -> list[Tensor] | None:
         """Gradients of the outputs, from the next stage; None at the loss."""
         if self.last:
             return None
-        arrived = self.received_gradients[i]
-        self._exchange(dist.irecv, arrived, +1)
-        return arrived
+        return self._receive(self.stages[self.stage.index + 1], +1, "communication")
 
     def _send_back(self, received: list[Tensor]) -> None:
-        gradients = [t.grad for t in received if t.grad is not None]  # torch keeps them until the next step
+        gradients = [t.grad for t in received if t.grad is not None]
         for gradient in gradients:
             self.recorder.claim(gradient, "communication")
         self._exchange(dist.isend, gradients, -1)
+
+    def _receive(self, stage: StageGraph, direction: int, category: str) -> list[Tensor]:
+        """What `stage` receives, from a neighbour: all of it from the one before, its gradients from the next."""
+        with self.recorder.category(category):
+            made = [t for t in self._boundary(stage.receives, stage) if direction < 0 or t.is_floating_point()]
+        self._exchange(dist.irecv, made, direction)
+        return made
 
     def _exchange(self, operation: Callable[..., Any], tensors: list[Tensor], direction: int) -> None:
         group = self.world.group("pp")

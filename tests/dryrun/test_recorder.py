@@ -36,6 +36,13 @@ def test_what_autograd_keeps_is_counted() -> None:
         assert recorder.now["activations"] == 40 + 40  # weight and its gradient
 
 
+def test_tensors_on_the_meta_device_hold_nothing() -> None:
+    with Recorder() as recorder:
+        kept = torch.empty(100, device="meta")
+        assert recorder.now["activations"] == 0
+    assert kept.shape == (100,)
+
+
 def test_categories_and_claims() -> None:
     with Recorder() as recorder:
         with recorder.category("parameters"):
