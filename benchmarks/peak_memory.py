@@ -4,8 +4,8 @@
 
 A small Llama on four local processes. What tensors hold is counted by storage, from the op that makes it to its last
 reference (`autopar.dryrun.recorder`); storages that FSDP empties count as empty. Parameters, gradients, AdamW state and
-activations are in it, the device's reserve is in neither. With --json by category: what FSDP gathers is communication
-there, gradients that it has not reduced yet are activations. The largest moment of two steps with the optimizer's is what counts.
+activations are in it, the device's reserve is in neither. The largest moment of two steps with the optimizer's is what
+counts. --json tells categories: what FSDP gathers is communication, gradients it has not reduced yet are activations.
 """
 
 from __future__ import annotations

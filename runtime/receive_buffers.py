@@ -1,8 +1,8 @@
 """A pipeline stage that holds what it received only while it needs it.
 
 torch's stages allocate a buffer for every micro-batch of a step, for activations and for gradients, keep the gradients
-they sent back as well, and keep all of it between steps: of 100 micro-batches, 300 tensors of a boundary where 1F1B needs
-a few. Here a buffer is made when its receive is posted and given up when the backward of its micro-batch has run;
+they sent back as well, and keep all of it between steps: of 100 micro-batches, 300 tensors of a boundary where 1F1B
+needs a few. Here a buffer is made when its receive is posted and given up when the backward of its micro-batch has run;
 between, torch's table holds a tensor of the same shape on the meta device.
 """
 
