@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
+import keyword
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,11 +24,13 @@ from autopar.errors import SpecError, nearest
 __all__ = [
     "CallSignature",
     "call_arguments",
-    "check_rows",
     "flat_names",
     "forward_defaults",
     "forward_parameters",
-    "graph_name",
+    "forward_rest",
+    "forward_takes",
+    "graph_names",
+    "invoke",
     "register_dataclasses",
 ]
 
@@ -34,20 +39,22 @@ __all__ = [
 class CallSignature:
     """Leaves of the captured call by name: `tensors` in graph order, and the frozen `constants`.
 
-    `defaults` are forward's own: what was captured for arguments that were not given.
+    `defaults` are forward's own: what was captured for arguments that were not given. `rest` is the name of its
+    `*args`, if it has any.
     """
 
     parameters: tuple[str, ...]
     tensors: tuple[str, ...]
     constants: Mapping[str, Any]
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    rest: str | None = None
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Graph inputs by name for one call, whatever order or form the arguments have.
 
         Raises SpecError if a captured tensor is missing, an unknown one is given, or a constant has changed.
         """
-        leaves = flat_names(call_arguments(self.parameters, args, kwargs))
+        leaves = flat_names(call_arguments(self.parameters, args, kwargs, self.rest))
         self._check_constants(leaves)
         have = {name: value for name, value in leaves.items() if isinstance(value, torch.Tensor)}
         missing = [name for name in self.tensors if name not in have]
@@ -60,7 +67,7 @@ class CallSignature:
                 where="batch",
                 try_="pass the same inputs, or parallelize with an example that has these",
             )
-        return {graph_name(name): have[name] for name in self.tensors}
+        return {given: have[name] for name, given in graph_names(self.tensors).items()}
 
     def _check_constants(self, leaves: Mapping[str, Any]) -> None:
         """Raise SpecError unless every value that is no tensor is the captured one, given or by default."""
@@ -87,19 +94,6 @@ class CallSignature:
                 )
 
 
-def check_rows(example: Mapping[str, torch.Tensor], where: str) -> None:
-    """Raise SpecError unless every tensor has a row for each sequence, or no dims: others cannot be cut."""
-    rows = {name: int(t.shape[0]) for name, t in example.items() if t.dim()}
-    first = max(rows, key=lambda name: example[name].dim() >= 2, default="")
-    for name, count in rows.items():
-        if count != rows[first]:
-            raise SpecError(
-                f"input {name} has {count} rows and {first} has {rows[first]}: it cannot be cut into micro-batches",
-                where=where,
-                try_="one row for each sequence (expand, or build it in forward from inputs that have one)",
-            )
-
-
 class _Missing:
     def __repr__(self) -> str:
         return "not given"
@@ -108,26 +102,74 @@ class _Missing:
 _MISSING = _Missing()
 
 
-def graph_name(leaf: str) -> str:
-    """Name of the graph input for a leaf of the call: `packed.ids` is `packed_ids`."""
-    return leaf.replace(".", "_")
+_RESERVED = ("row_ids", "self")  # an input that passes add (autopar.runtime.batches); what calls of modules take
 
 
-def call_arguments(parameters: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Positional and keyword arguments as one mapping by parameter name."""
-    if len(args) > len(parameters):
-        raise SpecError(f"{len(args)} positional arguments for {len(parameters)} parameters", where="batch")
+def graph_names(leaves: Sequence[str]) -> dict[str, str]:
+    """Names of the graph's inputs for the tensors of a call: `packed.ids` is `packed_ids`, or `packed_ids_1` where
+    another leaf has that name."""
+    names: dict[str, str] = {}
+    taken = {*_RESERVED, *(leaf for leaf in leaves if leaf.isidentifier())}
+    for leaf in leaves:
+        plain = re.sub(r"\W", "_", leaf)
+        plain = f"_{plain}" if not plain.isidentifier() or keyword.iskeyword(plain) else plain
+        free = (f"{plain}_{i}" if i else plain for i in itertools.count())
+        names[leaf] = leaf if plain == leaf and leaf not in _RESERVED else next(n for n in free if n not in taken)
+        taken.add(names[leaf])
+    return names
+
+
+def call_arguments(
+    parameters: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any], rest: str | None = None
+) -> dict[str, Any]:
+    """Positional and keyword arguments as one mapping by parameter name; positional ones beyond the parameters are a
+    tuple under the name `rest`."""
     named = dict(zip(parameters, args, strict=False))
+    if len(args) > len(parameters):
+        if rest is None:
+            raise SpecError(f"{len(args)} positional arguments for {len(parameters)} parameters", where="batch")
+        named[rest] = tuple(args[len(parameters) :])
     clash = named.keys() & kwargs.keys()
     if clash:
         raise SpecError(f"argument given twice: {', '.join(sorted(clash))}", where="batch")
     return {**named, **kwargs}
 
 
+_BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
 def forward_parameters(model: nn.Module) -> tuple[str, ...]:
-    """Names of the parameters of `model.forward` that can be passed by name."""
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return tuple(n for n, p in inspect.signature(model.forward).parameters.items() if p.kind in kinds)
+    """Names of the parameters of `model.forward` in order, without `*args` and `**kwargs`; up to `*args`, if it has
+    any: positions after that are in there."""
+    parameters = list(inspect.signature(model.forward).parameters.values())
+    positional = [p.name for p in parameters if p.kind in _BY_POSITION]
+    if forward_rest(model) is not None:
+        return tuple(positional)
+    return (*positional, *(p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY))
+
+
+def forward_rest(model: nn.Module) -> str | None:
+    """The name of the `*args` of `model.forward`, if it has any."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    return next((p.name for p in parameters if p.kind is inspect.Parameter.VAR_POSITIONAL), None)
+
+
+def forward_takes(model: nn.Module, name: str) -> bool:
+    """Whether `model.forward` names this argument."""
+    parameter = inspect.signature(model.forward).parameters.get(name)
+    return parameter is not None and parameter.kind is not inspect.Parameter.VAR_KEYWORD
+
+
+def invoke(model: nn.Module, arguments: Mapping[str, Any]) -> Any:
+    """Call `model` with arguments by name: by position where its forward, or nn.Module, takes no names."""
+    parameters = inspect.signature(model.forward).parameters
+    rest = forward_rest(model) or ""
+    nameless = {n for n, p in parameters.items() if p.kind is inspect.Parameter.POSITIONAL_ONLY or n in ("self", rest)}
+    order = list(parameters)
+    last = max((i for i, n in enumerate(order) if n in nameless and n in arguments), default=-1)
+    positional = [n for n in order[: last + 1] if n in arguments and n != rest]
+    by_name = {n: v for n, v in arguments.items() if n not in positional and n != rest}
+    return model(*(arguments[n] for n in positional), *arguments.get(rest, ()), **by_name)
 
 
 def forward_defaults(model: nn.Module) -> dict[str, Any]:

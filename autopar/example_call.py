@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from autopar.binding import call_arguments, check_rows, forward_parameters
+from autopar.binding import call_arguments, forward_parameters, forward_rest
 from autopar.errors import SpecError
+from autopar.input_dims import input_dims
 
 __all__ = ["example_arguments", "fake_call", "rebuilder"]
 
@@ -21,39 +22,37 @@ def example_arguments(model: nn.Module, example: Any) -> dict[str, Any]:
     if isinstance(example, Mapping) or hasattr(example, "keys"):
         return {str(k): example[k] for k in example.keys()}  # noqa: SIM118  BatchEncoding is no Mapping
     positional = example if isinstance(example, Sequence) and not isinstance(example, str) else [example]
-    return call_arguments(forward_parameters(model), positional, {})
+    return call_arguments(forward_parameters(model), positional, {}, forward_rest(model))
 
 
-def fake_call(example: Mapping[str, torch.Tensor], mode: FakeTensorMode) -> tuple[list[torch.Tensor], list[Any]]:
+def fake_call(example: Mapping[str, Tensor], mode: FakeTensorMode) -> tuple[list[Tensor], list[Any]]:
     """Fake tensors of the example's shapes and which of their dims are dynamic.
 
     The batch hint is a small number that no other dim of the example equals: export compares hints when it decides
     whether two sizes are the same, and an accidental equality would tie the batch to another dim.
     """
-    tensors = list(example.values())
-    if not tensors:
+    if not example:
         raise SpecError("the example holds no tensor", where="example", try_='pass {"input_ids": ..., "labels": ...}')
-    check_rows(example, "example")
-    seq = next((t.shape[1] for t in tensors if t.dim() >= 2), None)
-    taken = {size for t in tensors for size in t.shape[1:]}
-    batch = next(n for n in (6, 10, 14, 22, 26, 34) if n not in taken)
+    known = input_dims(example)
+    taken = {size for name, t in example.items() for size in t.shape[known[name].has_rows :]}
+    batch = next(n for n in (6, 10, 14, 22, 26, 34, 38, 46, 58, 62) if n not in taken)
     auto = torch.export.Dim.AUTO
     fakes, dims = [], []
     with mode, torch.device("cpu"):
-        for t in tensors:
-            shape = [batch, *t.shape[1:]] if t.dim() else []
+        for name, t in example.items():
+            rows = known[name].has_rows
+            shape = [batch, *t.shape[1:]] if rows else list(t.shape)
             fakes.append(torch.zeros(shape, dtype=t.dtype, requires_grad=t.requires_grad))
-            dynamic = {0: auto} if t.dim() else {}
-            dims.append(dynamic | ({1: auto} if t.dim() >= 2 and t.shape[1] == seq else {}))
+            dims.append(dict.fromkeys((*([0] if rows else []), *known[name].sequence), auto))
     return fakes, dims
 
 
-def rebuilder(arguments: dict[str, Any]) -> Callable[[list[torch.Tensor]], dict[str, Any]]:
+def rebuilder(arguments: dict[str, Any]) -> Callable[[list[Tensor]], dict[str, Any]]:
     """The inverse of taking the tensors out of `arguments`."""
     leaves, spec = pytree.tree_flatten(arguments)
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
 
-    def rebuild(tensors: list[torch.Tensor]) -> dict[str, Any]:
+    def rebuild(tensors: list[Tensor]) -> dict[str, Any]:
         values = list(leaves)
         for place, tensor in zip(places, tensors, strict=True):
             values[place] = tensor

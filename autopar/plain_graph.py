@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
-from autopar.binding import graph_name
+from autopar.binding import graph_names
 from autopar.repeated_layers import LayerGraph, is_mark, is_repeat
 
 __all__ = ["graph_module", "plain_graph", "symbols_of"]
@@ -35,11 +35,11 @@ def plain_graph(
     attributes: dict[str, Any] = {}
     copies: dict[fx.Node, Any] = {}
     find = _StateOf(exported, model, shell)
-    input_names = iter(n for n, v in leaves.items() if isinstance(v, torch.Tensor))
+    input_names = iter(graph_names([n for n, v in leaves.items() if isinstance(v, torch.Tensor)]).values())
     placeholders = (n for n in exported.graph.nodes if n.op == "placeholder")
     for node, spec in zip(placeholders, exported.graph_signature.input_specs, strict=True):
         if spec.kind == _USER_INPUT:
-            copies[node] = graph.placeholder(graph_name(next(input_names)))
+            copies[node] = graph.placeholder(next(input_names))
         else:
             name, attributes_value = find(spec)
             attributes[name] = attributes_value

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autopar.binding import register_dataclasses
+from autopar.binding import invoke, register_dataclasses
 
 __all__ = ["CallShell", "make_shell"]
 
@@ -44,10 +44,10 @@ class CallShell(nn.Module):
     def forward(self, tensors: list[torch.Tensor]) -> Any:
         arguments = self.rebuild(tensors)
         if self.loss_fn is None:
-            outputs = self.model(**arguments)
+            outputs = invoke(self.model, arguments)
             register_dataclasses(outputs)
             return outputs
-        outputs = self.model(**{k: v for k, v in arguments.items() if k in self.accepted})
+        outputs = invoke(self.model, {k: v for k, v in arguments.items() if k in self.accepted})
         register_dataclasses(outputs)
         return {"loss": self.loss_fn(outputs, arguments), "outputs": outputs}
 

@@ -20,7 +20,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._sympy.functions import FloorDiv, PythonMod
 from torch.utils._sympy.functions import Mod as TorchMod
 
-from autopar.binding import CallSignature, flat_names, forward_defaults, forward_parameters
+from autopar.binding import CallSignature, flat_names, forward_defaults, forward_parameters, forward_rest, forward_takes
 from autopar.blocks import annotate
 from autopar.capture_errors import explain_failure, export_is_quiet, refuse_effects
 from autopar.equal_layers import LayerNumberError
@@ -28,6 +28,7 @@ from autopar.errors import UnsupportedModelError
 from autopar.example_call import example_arguments, fake_call, rebuilder
 from autopar.grad_regions import inline_no_grad
 from autopar.graph_walks import outputs_of
+from autopar.input_dims import InputDims, how_read, input_dims, whole_inputs
 from autopar.ir import InputSpec, ParameterSpec, TracedModel
 from autopar.opaque_functions import OpaqueCalls
 from autopar.plain_graph import plain_graph, symbols_of
@@ -61,8 +62,8 @@ def trace(
     while `TracedModel.parameters` describe the user's own.
 
     example: a mapping of arguments by name, a sequence of positional arguments, or one object (tensor, dataclass) that
-    is the only argument. Only shapes, dtypes and non-tensor values matter; dim 0 of every tensor is the batch, dim 1
-    the sequence where it equals that of the first tensor with two dims. Meta tensors will do.
+    is the only argument. Only shapes, dtypes and non-tensor values matter; which dims are batch and sequence is read
+    off them by `autopar.input_dims`. Meta tensors will do.
 
     training: capture in training or in evaluation mode; None as the model is.
     repeat_layers: run equal layers once where that gives the same graph (autopar.repeated_layers); False runs all.
@@ -72,23 +73,28 @@ def trace(
     arguments = example_arguments(model, example)
     names = forward_parameters(model)
     leaves = flat_names(arguments)
+    tensors = {n: v for n, v in leaves.items() if isinstance(v, torch.Tensor)}
+    known = input_dims(tensors)
+    accepted = frozenset(name for name in arguments if forward_takes(model, name))
 
     def export(repeat: bool) -> _Export | None:
-        return _export(
-            model, arguments, leaves, loss_fn, frozenset(names), parameter_dtype, training=training, repeat=repeat
-        )
+        return _export(model, arguments, leaves, loss_fn, accepted, parameter_dtype, training=training, repeat=repeat)
 
-    found = (export(True) if repeat_layers else None) or export(False)
+    try:
+        found = (export(True) if repeat_layers else None) or export(False)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(
+            error.what, where=error.where, try_=error.try_ + how_read(tensors, known)
+        ) from error
     assert found is not None
-    tensors = tuple(n for n, v in leaves.items() if isinstance(v, torch.Tensor))
-    refuse_effects(found.program, tensors)
+    refuse_effects(found.program, tuple(tensors))
 
     parameters, buffers, ties = _state(model)
     graph_module = plain_graph(found.program, model, found.shell, leaves, found.layers)
     graph = graph_module.graph
-    symbols = _roles(graph)
+    symbols = _roles(graph, known)
     _set_shapes(graph, symbols)
-    inputs = _inputs(graph)
+    inputs = _inputs(graph, known)
     segments = annotate(graph, parameters)
     outputs, out_spec, loss = _outputs(graph, found.program)
     return TracedModel(
@@ -98,9 +104,10 @@ def trace(
         inputs=inputs,
         signature=CallSignature(
             parameters=names,
-            tensors=tensors,
+            tensors=tuple(tensors),
             constants={n: v for n, v in leaves.items() if not isinstance(v, torch.Tensor)},
             defaults=forward_defaults(model),
+            rest=forward_rest(model),
         ),
         outputs=outputs,
         out_spec=out_spec,
@@ -110,10 +117,10 @@ def trace(
         buffers=buffers,
         ties=ties,
         fingerprint=_fingerprint(graph, parameters),
-        seq_range=_seq_range(found.program, symbols, inputs, found.fake),
+        seq_range=_seq_range(found.program, symbols, inputs, known),
         unknown_buffers=found.unknown_buffers,
         repeated_layers=found.repeated,
-        notices=found.notices,
+        notices=(*found.notices, *whole_inputs(tensors, known)),
         capture_s=time.perf_counter() - start,
     )
 
@@ -125,7 +132,6 @@ class _Export:
     program: torch.export.ExportedProgram
     shell: nn.Module
     unknown_buffers: tuple[str, ...]
-    fake: list[torch.Tensor]
     layers: dict[int, LayerGraph]
     repeated: tuple[str, ...]
     notices: tuple[str, ...]
@@ -166,7 +172,7 @@ def _export(
     if layers is None:
         return None
     return _Export(
-        program, shell, tuple(unknown_buffers), fake, layers, repeats.user_paths if repeats else (), tuple(notices)
+        program, shell, tuple(unknown_buffers), layers, repeats.user_paths if repeats else (), tuple(notices)
     )
 
 
@@ -187,14 +193,19 @@ def _state(
     return parameters, buffers, ties
 
 
-def _roles(graph: fx.Graph) -> dict[sympy.Symbol, sympy.Symbol]:
+def _roles(graph: fx.Graph, known: Mapping[str, InputDims]) -> dict[sympy.Symbol, sympy.Symbol]:
     """Which symbols of the inputs' sizes are the batch and which the sequence."""
     roles: dict[sympy.Symbol, sympy.Symbol] = {}
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            for dim, role in ((0, BATCH), (1, SEQ)):
-                roles |= dict.fromkeys(symbols_of(node.meta["val"], dim), role)
+    for node, dims in zip(_placeholders(graph), known.values(), strict=True):
+        for dim in dims.sequence:
+            roles |= dict.fromkeys(symbols_of(node.meta["val"], dim), SEQ)
+        if dims.has_rows:
+            roles |= dict.fromkeys(symbols_of(node.meta["val"], 0), BATCH)
     return roles
+
+
+def _placeholders(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.op == "placeholder"]
 
 
 def _set_shapes(graph: fx.Graph, roles: Mapping[sympy.Symbol, sympy.Symbol]) -> None:
@@ -229,20 +240,19 @@ def _plain(expression: sympy.Expr) -> sympy.Expr:
     return remainder.replace(TorchMod, lambda a, b: sympy.Mod(a, b))
 
 
-def _inputs(graph: fx.Graph) -> tuple[InputSpec, ...]:
+def _inputs(graph: fx.Graph, known: Mapping[str, InputDims]) -> tuple[InputSpec, ...]:
     inputs = []
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            shape = node.meta["shape"]
-            batch = next((d for d, size in enumerate(shape) if size == BATCH), None)
-            seq = next((d for d, size in enumerate(shape) if size == SEQ), None)
-            if shape and batch is None:
-                raise UnsupportedModelError(
-                    f"forward works for batch size {shape[0]} only",
-                    where=f"input {node.target}",
-                    try_="derive sizes from the inputs (x.shape[0]) instead of constants",
-                )
-            inputs.append(InputSpec(str(node.target), shape, node.meta["dtype"], batch, seq))
+    for node, dims in zip(_placeholders(graph), known.values(), strict=True):
+        shape = node.meta["shape"]
+        batch = 0 if dims.has_rows and shape[0] == BATCH else None
+        seq = next((d for d, size in enumerate(shape) if size == SEQ), None)
+        if dims.has_rows and batch is None:
+            raise UnsupportedModelError(
+                f"forward works for batch size {shape[0]} only",
+                where=f"input {node.target}",
+                try_="derive sizes from the inputs (x.shape[0]) instead of constants",
+            )
+        inputs.append(InputSpec(str(node.target), shape, node.meta["dtype"], batch, seq))
     return tuple(inputs)
 
 
@@ -278,7 +288,7 @@ def _seq_range(
     exported: torch.export.ExportedProgram,
     roles: Mapping[sympy.Symbol, sympy.Symbol],
     inputs: Sequence[InputSpec],
-    fake: Sequence[torch.Tensor],
+    known: Mapping[str, InputDims],
 ) -> tuple[int, int | None]:
     """Lengths the captured branches hold for. A sequence that export had to fix is a range of one length."""
     low, high = 1, None
@@ -287,10 +297,12 @@ def _seq_range(
             low = max(low, int(bounds.lower)) if int(bounds.lower) > 2 else low
             if bounds.upper.is_Integer and int(bounds.upper) < 2**31:
                 high = int(bounds.upper) if high is None else min(high, int(bounds.upper))
-    length = next((int(t.shape[1]) for t in fake if t.dim() > 1), None)
-    fixed = (i.seq_dim is None for t, i in zip(fake, inputs, strict=True) if t.dim() > 1 and t.shape[1] == length)
-    if length is not None and any(fixed):  # one is enough: a loop over its tokens, say, was unrolled
-        return length, length
+    long = [(dims, i) for dims, i in zip(known.values(), inputs, strict=True) if dims.sequence]
+    if not long:
+        return 1, 1  # a row of an image, say, counts as one token
+    fixed = {int(i.shape[d]) for dims, i in long if dims.has_rows for d in dims.sequence if isinstance(i.shape[d], int)}
+    if fixed:  # one is enough: a loop over its tokens, say, was unrolled
+        return min(fixed), min(fixed)
     return low, high
 
 

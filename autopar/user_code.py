@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from autopar.binding import check_rows, flat_names
+from autopar.binding import flat_names
 from autopar.errors import SpecError, UnsupportedModelError, nearest
+from autopar.input_dims import InputDims, input_dims
 
 __all__ = ["call_example", "call_factory", "error_text", "load_factory", "users_place", "with_rows"]
 
@@ -116,25 +117,29 @@ def with_rows(given: Any, batch: int | None, seq: int | None, name: str) -> dict
     Tensors made on meta become ones, legal as an id and as a mask: only shapes of those mean anything.
     """
     inputs = _inputs(given, "the example is neither a dict of inputs nor a function (batch, seq) -> dict", name)
-    check_rows({key: t for key, t in flat_names(inputs).items() if isinstance(t, Tensor)}, name)
+    tensors = {leaf: t for leaf, t in flat_names(inputs).items() if isinstance(t, Tensor)}
+    known = input_dims(tensors)
+    sized = iter([_sized(leaf, t, known[leaf], batch, seq, name) for leaf, t in tensors.items()])
+    return {
+        key: pytree.tree_map(lambda leaf: next(sized) if isinstance(leaf, Tensor) else leaf, value)
+        for key, value in inputs.items()
+    }
 
-    def sized(key: str, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        tensor = torch.ones_like(value, device="cpu") if value.is_meta else value
-        if seq is not None and tensor.ndim > 1 and tensor.shape[1] != seq:
-            raise SpecError(
-                f"the example's {key!r} has sequence length {tensor.shape[1]}, {seq} is asked for",
-                where=name,
-                try_="return an example(batch, seq) function from the factory",
-            )
-        if batch is None or not tensor.ndim:
-            return tensor
-        if not tensor.shape[0]:
-            raise SpecError(f"the example's {key!r} has no rows", where=name)
-        return tensor[torch.arange(batch, device="cpu") % tensor.shape[0]]
 
-    return {key: pytree.tree_map(lambda leaf, key=key: sized(key, leaf), value) for key, value in inputs.items()}
+def _sized(leaf: str, given: Tensor, dims: InputDims, batch: int | None, seq: int | None, name: str) -> Tensor:
+    tensor = torch.ones_like(given, device="cpu") if given.is_meta else given
+    length = next((int(tensor.shape[d]) for d in dims.sequence), seq)
+    if seq not in (None, length):
+        raise SpecError(
+            f"the example's {leaf!r} has sequence length {length}, {seq} is asked for",
+            where=name,
+            try_="return an example(batch, seq) function from the factory",
+        )
+    if batch is None or not dims.has_rows:
+        return tensor
+    if not tensor.shape[0]:
+        raise SpecError(f"the example's {leaf!r} has no rows", where=name)
+    return tensor[torch.arange(batch, device="cpu") % tensor.shape[0]]
 
 
 def _inputs(made: Any, otherwise: str, name: str) -> dict[str, Any]:

@@ -33,6 +33,9 @@ def canonicalize(graph_module: fx.GraphModule) -> fx.GraphModule:
         if node.op == "call_function":
             _drop_bookkeeping(graph, node)
     functionalize(graph)
+    for node in list(graph.nodes):
+        if node.target in (aten.unflatten.int, aten.flatten.using_ints):
+            _as_reshape(graph, node)
     _read_sizes_off_inputs(graph)
     for node in list(graph.nodes):
         if node.op == "call_function" and _is_no_op(node):
@@ -109,8 +112,34 @@ _NO_OPS: dict[str, Callable[[fx.Node, fx.Node], bool]] = {
 }
 
 
+def _as_reshape(graph: fx.Graph, node: fx.Node) -> None:
+    """Dims that are joined or taken apart, with the sizes of the others written out."""
+    x = _first(node)
+    rank = len(x.meta["shape"])
+    if node.target is aten.unflatten.int:
+        first = last = int(node.args[1]) % rank  # type: ignore[arg-type]
+        middle = list(node.args[2])  # type: ignore[arg-type]
+    else:
+        ends = [*node.args[1:], *[0, -1][len(node.args) - 1 :]]
+        first, last = (int(d) % max(rank, 1) for d in ends)  # type: ignore[arg-type]
+        middle = [-1]
+
+    def size(dim: int) -> int | fx.Node:
+        known = x.meta["shape"][dim]
+        if isinstance(known, int):
+            return known
+        with graph.inserting_before(node):
+            read = graph.call_function(aten.sym_size.int, (x, dim))
+        read.meta = {"size": known, "shape": None, "dtype": None, "path": node.meta.get("path", "")}
+        return read
+
+    sizes = [*map(size, range(first)), *middle, *map(size, range(last + 1, rank))]
+    node.target, node.args, node.kwargs = aten.reshape.default, (x, sizes), {}
+
+
 def _read_sizes_off_inputs(graph: fx.Graph) -> None:
-    """Read sizes of activations off the inputs they come from: no activation has to be at hand for a size."""
+    """Read sizes of activations off the inputs they come from, and write down those that are numbers: no activation has
+    to be at hand for a size."""
     known: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
         if node.op == "placeholder":
@@ -122,15 +151,22 @@ def _read_sizes_off_inputs(graph: fx.Graph) -> None:
         elif node.target is aten.sym_size.int and node.meta.get("size") in known:
             node.replace_all_uses_with(known[node.meta["size"]])
             graph.erase_node(node)
+        elif node.target is aten.sym_size.int and isinstance(node.meta.get("size"), int):
+            _write_number(node, node.meta["size"])
+            graph.erase_node(node)
+
+
+def _write_number(node: fx.Node, number: int) -> None:
+    """`number` in place of `node` wherever it is read."""
+    for user in list(node.users):
+        user.args, user.kwargs = fx.node.map_arg((user.args, user.kwargs), lambda n: number if n is node else n)
 
 
 def _rename(node: fx.Node) -> None:
     """One name for ops that say the same. A local shard need not be viewable where the global tensor was; reshape is
     view without that demand."""
-    if node.target in (aten.view.default, aten.unflatten.int, aten.flatten.using_ints):
-        sizes = node.args[1] if node.target is aten.view.default else _sizes(node)
-        if sizes is not None:
-            node.target, node.args = aten.reshape.default, (node.args[0], sizes)
+    if node.target is aten.view.default:
+        node.target = aten.reshape.default
     elif node.target is aten.type_as.default:
         node.target, node.args = aten.to.dtype, (node.args[0], node.meta["dtype"])
 
@@ -180,12 +216,6 @@ def _unflattened(node: Any) -> fx.Node | None:
     kept = len(node.meta["shape"]) - 1
     same = not kept or source.meta["shape"][-kept:] == node.meta["shape"][-kept:]
     return source if same and len(source.meta["shape"]) == kept + 2 else None
-
-
-def _sizes(node: fx.Node) -> list[int] | None:
-    """The result's shape with one -1 for a symbolic dim; None if there are several."""
-    sizes = [d if isinstance(d, int) else -1 for d in node.meta["shape"]]
-    return sizes if sizes.count(-1) <= 1 else None
 
 
 def _linear_from_addmm(graph: fx.Graph, node: fx.Node) -> None:

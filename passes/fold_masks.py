@@ -18,7 +18,7 @@ from torch import fx
 
 from autopar.blocks import op_name
 from autopar.ir import InputSpec
-from autopar.passes.dead_code import drop_dead_code
+from autopar.passes.dead_code import drop_dead_code, is_update
 
 __all__ = ["fold_masks"]
 
@@ -55,7 +55,7 @@ def _set_mask(node: fx.Node, *, causal: bool) -> None:
 
 def _classify(graph_module: fx.GraphModule, mask: fx.Node, inputs: tuple[InputSpec, ...]) -> str:
     """ "causal", "open" (hides nothing) or "keep"."""
-    order = _ancestors(mask)
+    order = _ancestors(graph_module, mask)
     longest = _longest_literal(order)
     if order is None or longest is None or longest + 3 > _LONGEST_PROBE:
         return "keep"
@@ -63,8 +63,10 @@ def _classify(graph_module: fx.GraphModule, mask: fx.Node, inputs: tuple[InputSp
     return seen.pop() if len(seen) == 1 else "keep"
 
 
-def _ancestors(mask: fx.Node) -> list[fx.Node] | None:
+def _ancestors(graph_module: fx.GraphModule, mask: fx.Node) -> list[fx.Node] | None:
     """Everything `mask` is computed from, in order; None if that includes parameters or values of an input."""
+    if mask.op == "placeholder":
+        return None
     wanted: set[fx.Node] = set()
     stack = [mask]
     while stack:
@@ -72,7 +74,7 @@ def _ancestors(mask: fx.Node) -> list[fx.Node] | None:
         if node in wanted:
             continue
         wanted.add(node)
-        if node.op == "get_attr" and node.meta["grad"]:
+        if node.op == "get_attr" and _may_change(graph_module, node):
             return None
         reads_values = node.op == "call_function" and op_name(node) not in _SHAPE_ONLY
         for source in node.all_input_nodes:
@@ -80,6 +82,13 @@ def _ancestors(mask: fx.Node) -> list[fx.Node] | None:
                 return None
             stack.append(source)
     return [n for n in mask.graph.nodes if n in wanted]
+
+
+def _may_change(graph_module: fx.GraphModule, state: fx.Node) -> bool:
+    """Whether a step or a checkpoint may give a tensor other values: parameters, frozen ones too, and buffers that
+    forward writes."""
+    value = _attribute(graph_module, str(state.target))
+    return isinstance(value, torch.nn.Parameter) or any(is_update(user) for user in state.users)
 
 
 def _longest_literal(order: list[fx.Node] | None) -> int | None:
@@ -124,7 +133,7 @@ def _evaluate(
 def _size(dim: Any, index: int, spec: InputSpec, length: int) -> int:
     if index == spec.batch_dim:
         return _BATCH_PROBE
-    return length if index == spec.seq_dim else int(dim)
+    return int(dim) if isinstance(dim, int) else length
 
 
 def _attribute(graph_module: fx.GraphModule, target: str) -> Any:

@@ -45,8 +45,9 @@ def check_rows_apart(traced: TracedModel, *, outputs: bool = False) -> None:
 
 
 def _refuse(node: fx.Node) -> None:
+    does = "numbers" if op_name(node) in _NUMBERING else "mixes"
     raise UnsupportedModelError(
-        f"{op_name(node)} mixes the rows of a batch, so the batch cannot be cut over replicas or micro-batches",
+        f"{op_name(node)} {does} the rows of a batch, so the batch cannot be cut over replicas or micro-batches",
         where=node.meta["path"] or "forward",
         try_="pin dp=1 and cp=1 with the whole batch in one micro-batch, or move what compares rows out of the model",
     )
@@ -72,6 +73,9 @@ class _Rows:
             return False
         if name in RULES and self._counts_rows(node):
             return True
+        if name in _NUMBERING:
+            numbers = any(map(self.holds_rows, shape)) and node.meta["path"] not in self._experts
+            return numbers and not self._picks_own_rows(node)
         tensors = tensor_arguments(node)
         carriers = [(i, d) for i, t in enumerate(tensors) for d, size in enumerate(_dims(t)) if self.holds_rows(size)]
         if not carriers:
@@ -88,6 +92,23 @@ class _Rows:
             return self._says_so(node, tensors, carriers) if found is None else found
         kept = {(i, d) for x in rule.letters if x.output is not None for i, d in enumerate(x.inputs) if d is not None}
         return any(carrier not in kept for carrier in carriers)
+
+    def _picks_own_rows(self, numbers: fx.Node) -> bool:
+        """Whether numbers of rows do nothing but pick each row of a batch: `x[torch.arange(batch), last]`."""
+        for user in numbers.users:
+            name = op_name(user) if user.op == "call_function" else user.op
+            if name in ("unsqueeze", "reshape", "expand", "to", "clone", "contiguous"):
+                if not self._picks_own_rows(user):
+                    return False
+                continue
+            picked, indices = (*user.args[:2], None, None)[:2]
+            own = isinstance(indices, list | tuple) and bool(indices) and indices[0] is numbers
+            if name != "index" or not own or _dims(picked)[0] != self._batch:  # type: ignore[arg-type]
+                return False
+        return numbers.meta["shape"].count(self._batch) == 1 and self._holds_whole_batch(numbers)
+
+    def _holds_whole_batch(self, node: fx.Node) -> bool:
+        return all(not self.holds_rows(size) or size == self._batch for size in node.meta["shape"])
 
     def _says_so(self, node: fx.Node, tensors: list[fx.Node], carriers: list[tuple[int, int]]) -> bool:
         """Of an op that cannot be tried out here: it is named to work along rows, or no result has any."""
@@ -157,6 +178,9 @@ class _Rows:
         at_an_end = start in (None, 0) or end is None or (isinstance(end, int) and end >= 2**31)
         return not self.holds_rows(before) or (at_an_end and self._whole([after]))
 
+
+_NUMBERING = ("arange", "linspace", "eye", "tril_indices", "triu_indices")
+"""Ops that make numbers from a size: of rows, their place in whatever part of the batch runs."""
 
 _BY_SIZE = {
     "reshape": _Rows._reshape,

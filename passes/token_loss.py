@@ -20,7 +20,7 @@ from torch import fx
 
 from autopar.blocks import op_name
 from autopar.errors import UnsupportedModelError
-from autopar.graph_walks import output_node
+from autopar.graph_walks import ancestors, holds, output_node
 from autopar.ir import TracedModel
 from autopar.passes.dead_code import drop_dead_code, is_update
 from autopar.passes.loss_terms import Insert, Term, loss_node, loss_terms, numel
@@ -218,6 +218,10 @@ class _Divisors:
             self._made[node] = self._new_whole(node)
         return self._made[node]
 
+    def _reads_no_rows(self, node: fx.Node) -> bool:
+        reads = ancestors([node])
+        return not any(n in reads and any(holds(d, self._batch) for d in shape) for n, shape in self._inputs.items())
+
     def _new_whole(self, node: fx.Node) -> Any:
         name = op_name(node) if node.op == "call_function" else node.op
         shape = node.meta["shape"]
@@ -228,6 +232,8 @@ class _Divisors:
             return self._size(numel(node.all_input_nodes[0]))
         if name in ("placeholder", "get_attr") and shape == ():
             return node
+        if shape == () and not node.meta.get("grad") and self._reads_no_rows(node):
+            return node  # of inputs that every part of a batch reads whole
         if name in ("sum", "mean", "count_nonzero") and shape == () and isinstance(node.args[0], fx.Node):
             x = node.args[0]
             total = self._total(lambda graph: graph.call_function(_counting(name), (x,)))

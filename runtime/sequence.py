@@ -39,7 +39,8 @@ def pad_sequences(
         x = padded[spec.name]
         missing = -x.shape[spec.seq_dim] % multiple
         if missing:
-            widths = [0, 0] * (x.dim() - 1 - spec.seq_dim) + [0, missing]
+            long = [size == spec.shape[spec.seq_dim] for size in spec.shape]  # a mask [seq, seq] has two
+            widths = [w for added in reversed(long) for w in (0, missing * added)]
             padded[spec.name] = F.pad(x, widths, value=fill.get(spec.name, 0))
     return padded
 

@@ -99,7 +99,9 @@ def test_planning_reads_shapes_only(own: Callable[[str], ModelSource]) -> None:
     assert example["pair"][0].shape == (4,)
 
 
-def test_an_input_with_other_rows_is_refused_and_not_repeated() -> None:
-    given = {"ids": torch.zeros(2, 6), "packed": {"offsets": torch.zeros(5)}, "scale": torch.tensor(1.0)}
-    with pytest.raises(AutoparError, match=r"packed\.offsets has 5 rows and ids has 2: it cannot be cut"):
-        with_rows(given, 4, None, "py:own:fixed")
+def test_an_input_without_rows_is_not_repeated() -> None:
+    given = {"ids": torch.zeros(2, 6), "packed": {"offsets": torch.arange(5)}, "scale": torch.tensor(1.0)}
+    made = with_rows(given, 4, None, "py:own:fixed")
+    assert made["ids"].shape == (4, 6)
+    assert made["packed"]["offsets"].tolist() == [0, 1, 2, 3, 4]
+    assert made["scale"].shape == ()

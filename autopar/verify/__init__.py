@@ -128,7 +128,7 @@ def _compare(
     results = []
     for plan in plans:
         if plan is None:
-            size = batch_size(comparison.batch)
+            size = batch_size(comparison.traced, comparison.batch)
             plan = _from_rank_zero(partial(pinned_plan, comparison.traced, ranks, pins, *size))
         results.append(comparison.run(plan))
     return results
@@ -137,7 +137,7 @@ def _compare(
 def _compare_all(model: str | Factory, ranks: int, pins: Pins, dtype: str, steps: int) -> MatrixResult:
     """On every rank; the result is that of rank 0."""
     comparison = _Comparison(model, pins, dtype, steps)
-    rows, seq_len = batch_size(comparison.batch)
+    rows, seq_len = batch_size(comparison.traced, comparison.batch)
     layouts = FixedLayouts(comparison.traced, rows, seq_len)
     cases = list(every_case(ranks, pins, rows, seq_len))
     done: list[Case] = []

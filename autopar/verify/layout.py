@@ -12,8 +12,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
-from torch import Tensor
-
 from autopar.cost_model.search import search
 from autopar.errors import AutoparError, SpecError
 from autopar.ir import TracedModel
@@ -21,6 +19,8 @@ from autopar.mesh import AXES, Degrees, divisors
 from autopar.plan import DEFAULT_OVERLAP, Plan
 from autopar.runtime.limits import model_precision
 from autopar.runtime.pipeline import check_micro_batches
+from autopar.runtime.rows import row_count
+from autopar.runtime.sequence import sequence_length
 from autopar.specs import ClusterSpec, Pins, TrainSpec
 
 __all__ = ["FixedLayouts", "batch_size", "pinned_plan"]
@@ -95,12 +95,10 @@ class FixedLayouts:
         return self._sharded[key]
 
 
-def batch_size(batch: Mapping[str, Any]) -> tuple[int, int]:
-    """Rows and tokens a row of a batch. Raises SpecError if no input has both."""
-    first = next((t for t in batch.values() if isinstance(t, Tensor) and t.dim() >= 2), None)
-    if first is None:
-        raise SpecError("no input has a batch and a sequence dim", where="example", try_="token ids of (batch, seq)")
-    return first.shape[0], first.shape[1]
+def batch_size(traced: TracedModel, batch: Mapping[str, Any]) -> tuple[int, int]:
+    """Rows of a batch and tokens a row; one where the inputs have no sequence. Raises SpecError if none has rows."""
+    inputs = traced.signature.bind((), batch)
+    return row_count(traced.inputs, inputs), sequence_length(traced.inputs, inputs) or traced.seq_range[0]
 
 
 def _run_pins() -> list[str]:

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.api import build
-from autopar.errors import AutoparError, SpecError
+from autopar.errors import AutoparError, SpecError, UnsupportedModelError
 from autopar.mesh import Degrees
-from autopar.passes import prepare
+from autopar.passes import apply, prepare
 from autopar.plan import Plan
 from autopar.runtime.engine import ParallelModule
 from autopar.runtime.launch import run_ranks
@@ -123,9 +123,14 @@ class Packed(nn.Module):
 
 
 def test_io_03_offsets_of_the_whole_batch_cannot_be_cut() -> None:
+    """The offsets go whole to every part; what is made of them numbers the rows of the whole batch."""
     example = {"ids": torch.zeros(2, 6, dtype=torch.long), "offsets": torch.tensor([0, 4, 6, 7, 12])}
-    with pytest.raises(SpecError, match="input offsets has 5 rows and ids has 2: it cannot be cut into micro-batches"):
-        trace(Packed(), example)
+    traced = prepare(trace(Packed(), example))
+    assert "input offsets [5] has no row for each sequence: every part of a batch reads it whole" in traced.notices
+    layers = tuple(s.path for s in traced.layers)
+    plan = Plan(degrees=Degrees(dp=2), global_batch=2, seq_len=6, micro_batch=1, stages=(layers,))
+    with pytest.raises(UnsupportedModelError, match="arange numbers the rows of a batch"):
+        apply(traced, plan)
 
 
 class Constants(nn.Module):

@@ -51,12 +51,15 @@ MIXING: dict[str, Callable[[Tensor], Tensor]] = {
     "product of rows": lambda x: (x.t() @ x).pow(2).mean(),
     "rows in order": lambda x: x.sort(0).values.pow(2).mean(),
     "sum of rows by a custom function": lambda x: _RowSum.apply(x).pow(2).mean(),
+    "numbers of rows": lambda x: (x * torch.arange(x.shape[0])[:, None]).pow(2).mean(),
+    "rows by number": lambda x: x[(torch.arange(x.shape[0]) + 1) % 2].pow(2).mean(),
     "first row": lambda x: (x - x[:1]).pow(2).mean(),
 }
 APART: dict[str, Callable[[Tensor], Tensor]] = {
     "squares": lambda x: x.pow(2).mean(),
     "features in order": lambda x: x.sort(dim=-1).values.pow(2).mean(),
     "softmax over features": lambda x: x.softmax(-1).pow(2).mean(),
+    "an element of each row": lambda x: x[torch.arange(x.shape[0]), (x[:, 0] > 0).long()].pow(2).mean(),
     "outer product in a row": lambda x: (x[:, :, None] @ x[:, None, :]).mean(),
 }
 
@@ -71,7 +74,7 @@ def _plan(dp: int = 1, micro_batch: int = 2) -> Plan:
 def test_mixing_is_refused_where_the_batch_is_cut(name: str) -> None:
     traced = prepare(trace(Rows(MIXING[name]), {"x": torch.rand(4, 8)}))
     for plan in (_plan(dp=2), _plan()):
-        with pytest.raises(UnsupportedModelError, match="mixes the rows of a batch"):
+        with pytest.raises(UnsupportedModelError, match="(mixes|numbers) the rows of a batch"):
             apply(traced, plan)
 
 
