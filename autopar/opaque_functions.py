@@ -27,23 +27,23 @@ _PLAIN = (int, float, str, bool, type(None), torch.dtype, torch.device)
 @torch.library.custom_op(
     "autopar::opaque_function",
     mutates_args=(),
-    schema="(Tensor[] tensors, SymInt[] sizes, SymInt[] layout, int[] ranks, ScalarType[] dtypes, int call)"
+    schema="(Tensor[] tensors, SymInt[] sizes, SymInt[] layout, int[] ranks, str[] dtypes, int call)"
     " -> Tensor[]",
 )
 def _opaque(
-    tensors: list[Tensor], sizes: list[int], layout: list[int], ranks: list[int], dtypes: list[torch.dtype], call: int
+    tensors: list[Tensor], sizes: list[int], layout: list[int], ranks: list[int], dtypes: list[str], call: int
 ) -> list[Tensor]:
     raise AssertionError("an opaque function was not put back")
 
 
 @_opaque.register_fake
 def _(
-    tensors: list[Tensor], sizes: list[int], layout: list[int], ranks: list[int], dtypes: list[torch.dtype], call: int
+    tensors: list[Tensor], sizes: list[int], layout: list[int], ranks: list[int], dtypes: list[str], call: int
 ) -> list[Tensor]:
-    """`layout` holds the sizes, then the strides, of one result after the other."""
+    """`layout` holds the sizes, then the strides, of one result after the other; `dtypes` their names in torch."""
     made, rest = [], list(layout)
     for rank, dtype in zip(ranks, dtypes, strict=True):
-        made.append(torch.empty_strided(rest[:rank], rest[rank : 2 * rank], dtype=dtype))
+        made.append(torch.empty_strided(rest[:rank], rest[rank : 2 * rank], dtype=getattr(torch, dtype)))
         rest = rest[2 * rank :]
     return made
 
@@ -128,7 +128,7 @@ class OpaqueCalls:
         arguments = spec.unflatten([place.get(id(leaf), leaf) for leaf in leaves])
         self._calls.append(_Call(OpaqueFunction(cls), arguments, isinstance(results, Tensor)))
         layout = [s for t in made for s in (*t.shape, *t.stride())]
-        ranks, dtypes = [t.dim() for t in made], [t.dtype for t in made]
+        ranks, dtypes = [t.dim() for t in made], [str(t.dtype).removeprefix("torch.") for t in made]
         recorded = _opaque(tensors, sizes, layout, ranks, dtypes, len(self._calls) - 1)
         return recorded[0] if isinstance(results, Tensor) else tuple(recorded)
 

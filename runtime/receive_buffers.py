@@ -31,6 +31,18 @@ class LeanStage(PipelineStage):
         self._move(self.grad_recv_info.get(bwd_chunk_id, ()), self.device)
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Before torch learned which of the received tensors have a gradient, it sent one for each: zeros where none is
+        (a tensor that is only read where no gradient is taken)."""
+        if not hasattr(self, "_get_grad_send_meta") and self.has_backward and not self.is_first:
+            received = self.args_recv_info[bwd_chunk_id]
+            gradients = self.bwd_cache[bwd_chunk_id][: len(received)]  # the rest are those of the model's inputs
+            self.bwd_cache[bwd_chunk_id] = tuple(
+                torch.zeros_like(info.buffer.detach(), device=self.device) if gradient is None else gradient
+                for gradient, info in zip(gradients, received, strict=True)
+            )
+        return super().get_bwd_send_ops(bwd_chunk_id)
+
     def backward_one_chunk(self, bwd_chunk_id: int, loss: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         """A backward that is put off in part holds what it still needs by itself."""
         result = super().backward_one_chunk(bwd_chunk_id, loss, *args, **kwargs)

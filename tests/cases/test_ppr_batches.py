@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import time
 from typing import Any
 
 import pytest
@@ -32,9 +31,7 @@ def _odd_batches() -> None:
     traced = prepare(trace(model, batch))
     pm = build(copy.deepcopy(model), traced, plans.megatron("tiny_gpt", Degrees(pp=4), micro_batch=2))
     for rows in (2, 4, 6, 7, 1):
-        start = time.monotonic()
-        _step_equals(model, pm, models.default_batch(rows=rows, seq=16, seed=rows))
-        assert time.monotonic() - start < 10
+        _step_equals(model, pm, models.default_batch(rows=rows, seq=16, seed=rows))  # a hang ends with the time-out
     for seq in (16, 12, 20):
         _step_equals(model, pm, models.default_batch(seq=seq, seed=seq))
     looped = plans.megatron("tiny_gpt", Degrees(pp=2, dp=2), micro_batch=1, schedule="interleaved", virtual_stages=2)

@@ -26,16 +26,14 @@ def test_results_come_in_rank_order() -> None:
 def _fail_on_one() -> None:
     if dist.get_rank() == 1:
         raise SpecError("boom", where="rank one")
-    dist.barrier()
+    time.sleep(600)
 
 
 def test_the_failing_rank_is_raised_without_waiting_for_the_others() -> None:
-    start = time.monotonic()
-    with pytest.raises(SpecError, match="boom") as caught:
+    with pytest.raises(SpecError, match="boom") as caught:  # waiting would be a RankTimeoutError
         run_ranks(2, _fail_on_one, timeout_s=60)
     assert isinstance(caught.value.__cause__, RemoteTracebackError)
     assert "_fail_on_one" in str(caught.value.__cause__)
-    assert time.monotonic() - start < 20
 
 
 def _sleep_on_zero(pid_file: str) -> None:
