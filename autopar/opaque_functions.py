@@ -27,8 +27,7 @@ _PLAIN = (int, float, str, bool, type(None), torch.dtype, torch.device)
 @torch.library.custom_op(
     "autopar::opaque_function",
     mutates_args=(),
-    schema="(Tensor[] tensors, SymInt[] sizes, SymInt[] layout, int[] ranks, str[] dtypes, int call)"
-    " -> Tensor[]",
+    schema="(Tensor[] tensors, SymInt[] sizes, SymInt[] layout, int[] ranks, str[] dtypes, int call) -> Tensor[]",
 )
 def _opaque(
     tensors: list[Tensor], sizes: list[int], layout: list[int], ranks: list[int], dtypes: list[str], call: int

@@ -35,11 +35,11 @@ class LeanStage(PipelineStage):
         """Before torch learned which of the received tensors have a gradient, it sent one for each: zeros where none is
         (a tensor that is only read where no gradient is taken)."""
         if not hasattr(self, "_get_grad_send_meta") and self.has_backward and not self.is_first:
-            received = self.args_recv_info[bwd_chunk_id]
-            gradients = self.bwd_cache[bwd_chunk_id][: len(received)]  # the rest are those of the model's inputs
+            buffers: list[Any] = [info.buffer for info in self.args_recv_info[bwd_chunk_id]]
+            gradients = self.bwd_cache[bwd_chunk_id][: len(buffers)]  # the rest are those of the model's inputs
             self.bwd_cache[bwd_chunk_id] = tuple(
-                torch.zeros_like(info.buffer.detach(), device=self.device) if gradient is None else gradient
-                for gradient, info in zip(gradients, received, strict=True)
+                torch.zeros_like(buffer.detach(), device=self.device) if gradient is None else gradient
+                for gradient, buffer in zip(gradients, buffers, strict=True)
             )
         return super().get_bwd_send_ops(bwd_chunk_id)
 
