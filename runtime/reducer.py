@@ -6,11 +6,14 @@ Data-parallel ranks are those over dp, and over cp where a gradient is partial t
 the parameters in reverse execution order, the order in which their gradients get ready. A bucket is sent when the last
 micro-batch has added to all its members. Buckets go out in a fixed order, which every rank follows, and contain the
 same elements whether they are sent early or at the end: overlap changes no bit.
+
+Gradients are views of their buckets and are summed in place, so there are no second copies of them, except of 16-bit
+ones that are summed in fp32: of two buckets at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +22,7 @@ from torch import Tensor, nn
 
 from autopar.runtime.clock import waiting
 from autopar.runtime.collectives import widened
+from autopar.runtime.gradient_bucket import GradientBucket, cut_into_buckets, has_own_memory
 from autopar.runtime.sharding import local_part
 
 __all__ = ["GradientReducer", "GroupSum", "mark_backward", "sum_gradients"]
@@ -36,11 +40,24 @@ class GroupSum:
     ranks: tuple[int, ...]
 
 
-@dataclass
+@dataclass(frozen=True)
 class _InFlight:
-    members: list[nn.Parameter]
+    """`travelling` is what is summed: the gradients in `flat` themselves, or a wider copy."""
+
     flat: Tensor
+    travelling: Tensor
     work: dist.Work
+    group: dist.ProcessGroup
+
+    def land(self) -> None:
+        with waiting(self.group):
+            self.work.wait()
+        if self.travelling is not self.flat:
+            self.flat.copy_(self.travelling)
+
+
+_WIDE_IN_FLIGHT = 2
+"""Wider copies of buckets at a time. A third would not be faster: while one travels the next is ready."""
 
 
 class GradientReducer:
@@ -65,12 +82,14 @@ class GradientReducer:
         self._sums = tuple(sums)
         self._overlap = overlap
         self._group_of = {p: group for p, group in parameters.items() if p.requires_grad and group is not None}
-        self._buckets = _buckets(reversed(list(self._group_of)), bucket_bytes, self._group_of)
-        self._bucket_of = {p: i for i, bucket in enumerate(self._buckets) for p in bucket}
+        cut = cut_into_buckets(reversed(list(self._group_of)), bucket_bytes, self._group_of)
+        self._buckets = [GradientBucket(members) for members in cut]
+        self._bucket_of = {p: i for i, members in enumerate(cut) for p in members}
         self._missing: dict[nn.Parameter, int] = {}
         self._unready: list[int] = []
         self._silent: set[nn.Parameter] = set()
-        self._sent: list[_InFlight] = []
+        self._in_flight: list[_InFlight] = []
+        self._sent: set[nn.Parameter] = set()
         self._next_bucket = 0
         self._earlier: dict[nn.Parameter, Tensor] = {}
         self._active = False
@@ -90,13 +109,16 @@ class GradientReducer:
             p.grad = None
         # A parameter that got no gradient in the last step would hold back its bucket and all after it.
         self._missing = {p: micro_batches for p in self._bucket_of if p not in self._silent}
-        self._unready = [sum(p in self._missing for p in bucket) for bucket in self._buckets]
-        self._sent, self._next_bucket, self._active = [], 0, True
+        self._unready = [sum(p in self._missing for p in bucket.members) for bucket in self._buckets]
+        self._sent, self._next_bucket, self._active = set(), 0, True
+        for bucket in self._buckets:
+            bucket.begin()
 
     def arrived(self, parameter: nn.Parameter) -> None:
         """A backward pass has added to the gradient of `parameter`; autograd says so itself for what it computes."""
         if not self._active or parameter not in self._missing:
             return
+        self._buckets[self._bucket_of[parameter]].take(parameter)
         self._missing[parameter] -= 1
         if self._missing[parameter] == 0:
             self._unready[self._bucket_of[parameter]] -= 1
@@ -108,16 +130,21 @@ class GradientReducer:
             self._send(self._buckets[self._next_bucket])
             self._next_bucket += 1
 
-    def _send(self, bucket: Iterable[nn.Parameter]) -> None:
-        members = [p for p in bucket if p.grad is not None]
+    def _send(self, bucket: GradientBucket) -> None:
+        # Those silent last time wait for the end: backward may still add to what they have got this time.
+        members = [p for p in bucket.members if p.grad is not None and not (self._active and p in self._silent)]
         if not members:
             return
-        flat = torch.cat([p.grad.flatten() for p in members if p.grad is not None])
-        if self._wide:
-            flat = widened(flat)
-        work = dist.all_reduce(flat, group=self._group_of[members[0]], async_op=True)
+        for p in members:
+            bucket.take(p)
+        self._sent.update(members)
+        if self._wide and len(self._in_flight) == _WIDE_IN_FLIGHT:
+            self._in_flight.pop(0).land()
+        flat, group = bucket.flat, self._group_of[members[0]]
+        travelling = widened(flat) if self._wide else flat
+        work = dist.all_reduce(travelling, group=group, async_op=True)
         assert work is not None
-        self._sent.append(_InFlight(members, flat, work))
+        self._in_flight.append(_InFlight(flat, travelling, work, group))
 
     def finish(self, judge: Callable[[], None] | None = None) -> None:
         """Send what is left, wait for all of it, and leave the complete gradients in `.grad`.
@@ -127,17 +154,12 @@ class GradientReducer:
         self._active = False
         for bucket in self._buckets[self._next_bucket :]:
             self._send(bucket)
-        sent = {p for flight in self._sent for p in flight.members}
-        late = [p for bucket in self._buckets for p in bucket if p.grad is not None and p not in sent]
-        for bucket in _buckets(
-            late, 2**62, self._group_of
-        ):  # silent last time, not this time: its bucket left without it
-            self._send(bucket)
-        for flight in self._sent:
-            with waiting(self._group_of[flight.members[0]]):
-                flight.work.wait()
-            _scatter(flight.flat, flight.members)
-        self._sent = []
+        late = [p for p in self._bucket_of if p.grad is not None and p not in self._sent]  # silent last time
+        for members in cut_into_buckets(late, 2**62, self._group_of):
+            self._send(GradientBucket(members))
+        for flight in self._in_flight:
+            flight.land()
+        self._in_flight = []
         self._silent = {p for p in self._bucket_of if p.grad is None}
         for group_sum in self._sums:
             sum_gradients(group_sum, self._wide)
@@ -191,16 +213,23 @@ def sum_gradients(group_sum: GroupSum, wide: bool = False) -> None:
     for p in members:
         if p.grad is None:
             p.grad = torch.zeros_like(p)
-    for bucket in _buckets(members, 2**62):
-        flat = torch.cat([local_part(p.grad).flatten() for p in bucket if p.grad is not None])
-        if wide:
-            flat = widened(flat)
-        with waiting(group_sum.group):
-            if len(group_sum.ranks) == group_sum.group.size():
-                dist.all_reduce(flat, group=group_sum.group)
-            else:
-                flat = _exchange(flat, group_sum)
-        _scatter(flat, bucket)
+    for bucket in cut_into_buckets(members, 2**62):
+        _sum_together([local_part(p.grad) for p in bucket if p.grad is not None], group_sum, wide)
+
+
+def _sum_together(gradients: list[Tensor], group_sum: GroupSum, wide: bool) -> None:
+    """In place; a gradient alone in its memory is not copied."""
+    alone = len(gradients) == 1 and gradients[0].is_contiguous() and has_own_memory(gradients[0])
+    flat = gradients[0].view(-1) if alone else torch.cat([g.flatten() for g in gradients])
+    total = widened(flat) if wide else flat
+    with waiting(group_sum.group):
+        if len(group_sum.ranks) == group_sum.group.size():
+            dist.all_reduce(total, group=group_sum.group)
+        else:
+            total = _exchange(total, group_sum)
+    if not alone or total is not flat:
+        for gradient, piece in zip(gradients, total.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(piece.view_as(gradient))
 
 
 def _exchange(mine: Tensor, group_sum: GroupSum) -> Tensor:
@@ -217,28 +246,3 @@ def _exchange(mine: Tensor, group_sum: GroupSum) -> Tensor:
     for part in parts.values():  # in the order of `ranks` everywhere: the same bits on each
         total += part
     return total
-
-
-def _scatter(flat: Tensor, members: Sequence[nn.Parameter]) -> None:
-    gradients = [local_part(p.grad) for p in members if p.grad is not None]
-    for gradient, piece in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-        gradient.copy_(piece.view_as(gradient))
-
-
-def _buckets(
-    parameters: Iterable[nn.Parameter],
-    bucket_bytes: int,
-    groups: Mapping[nn.Parameter, dist.ProcessGroup] | None = None,
-) -> list[list[nn.Parameter]]:
-    """Consecutive parameters of one dtype and group, at most `bucket_bytes` together unless one alone is larger."""
-    buckets: list[list[nn.Parameter]] = []
-    filled, last = 0, None
-    for p in parameters:
-        size = p.numel() * p.element_size()
-        kind = (p.dtype, None if groups is None else groups[p])
-        if kind != last or filled + size > bucket_bytes:
-            buckets.append([])
-            filled, last = 0, kind
-        buckets[-1].append(p)
-        filled += size
-    return buckets

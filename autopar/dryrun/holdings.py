@@ -44,9 +44,10 @@ class Holdings:
             whole = {n: p for n, p in self.parameters.items() if not self.divides(n)}
             self.copies = ComputeCopies(whole, plan)
         self.graphs: dict[int, nn.Module] = {stage.index: self._graph(traced, stage) for stage in own}
+        self.reducer = self._reducer()
+        # After the reducer's own hooks: they put gradients into their buckets.
         for parameter in (*self.parameters.values(), *self.copies.of.values()):
             parameter.register_post_accumulate_grad_hook(self._on_gradient)
-        self.reducer = self._reducer()
         self.copies.on_gradient = self._handed_over
 
     def divides(self, name: str) -> bool:
@@ -102,8 +103,8 @@ class Holdings:
             self.recorder.claim(local_part(parameter.grad), "gradients")
 
     def _handed_over(self, master: nn.Parameter) -> None:
-        self._on_gradient(master)
         self.reducer.arrived(master)
+        self._on_gradient(master)
 
     def _reducer(self) -> GradientReducer:
         """As the engine builds it: over dp and cp in buckets, then what is partial over tp, then tied weights."""
