@@ -16,8 +16,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.binding import invoke, register_dataclasses
+from autopar.errors import UnsupportedModelError
 
-__all__ = ["CallShell", "make_shell"]
+__all__ = ["CallShell", "copied", "make_shell"]
 
 
 class CallShell(nn.Module):
@@ -67,10 +68,49 @@ def make_shell(
             wanted = parameter_dtype if parameter.dtype == torch.float32 else None
             fake = torch.empty(parameter.shape, dtype=wanted or parameter.dtype, device="cpu")
             memo[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
-    shell = copy.deepcopy(model, memo)
+    shell = copied(model, memo)
     _switch_off_cache(shell)
     with torch.device("cpu"):  # the caller may still be inside the meta device it built the model on
         return shell, _rebuild_meta_buffers(shell)
+
+
+def copied(model: nn.Module, memo: Mapping[int, Any] | None = None) -> nn.Module:
+    """A deep copy that shares what cannot be copied: locks, open files, generators, tensors with a history.
+
+    memo: copies to take as they are, by id of the original, as of `copy.deepcopy`.
+    Raises UnsupportedModelError for an attribute that holds such a thing where it cannot be told apart.
+    """
+    memo = memo or {}
+    try:
+        return copy.deepcopy(model, dict(memo))
+    except Exception:  # noqa: BLE001 - whatever the objects of a user raise when they are copied
+        shared: dict[int, Any] = {}
+        for path, module in model.named_modules():
+            for name, value in vars(module).items():
+                if name not in ("_parameters", "_buffers", "_modules"):
+                    where = f"{path}.{name}".lstrip(".")
+                    _share_uncopied(value, memo, shared, where)
+        return copy.deepcopy(model, {**memo, **shared})
+
+
+def _share_uncopied(value: Any, memo: Mapping[int, Any], shared: dict[int, Any], where: str) -> None:
+    """Add to `shared` the innermost objects of `value` that cannot be copied."""
+    if isinstance(value, nn.Module) or id(value) in shared:
+        return  # its own attributes are looked at
+    if isinstance(value, list | tuple | set | frozenset | dict):
+        for part in value.values() if isinstance(value, dict) else value:
+            _share_uncopied(part, memo, shared, where)
+        return
+    try:
+        copy.deepcopy(value, {**memo, **shared})
+    except Exception as error:  # as above
+        if any(isinstance(part, nn.Module) for part in getattr(value, "__dict__", {}).values()):
+            raise UnsupportedModelError(
+                f"cannot be copied for the capture: {type(error).__name__}: {error}",
+                where=where,
+                try_="keep it outside of the module, or give it a __deepcopy__",
+            ) from error
+        shared[id(value)] = value
 
 
 def _switch_off_cache(shell: nn.Module) -> None:

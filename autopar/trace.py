@@ -34,6 +34,7 @@ from autopar.opaque_functions import OpaqueCalls
 from autopar.plain_graph import plain_graph, symbols_of
 from autopar.repeated_layers import LayerGraph, Repeats, layer_graphs
 from autopar.shell import CallShell, make_shell
+from autopar.value_branches import masks_unread
 
 __all__ = ["BATCH", "SEQ", "trace"]
 
@@ -158,7 +159,13 @@ def _export(
     repeats = Repeats(call) if repeat else None
     opaque = OpaqueCalls()
     try:
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"), opaque.kept_whole(), export_is_quiet():
+        with (
+            torch.random.fork_rng(devices=[]),
+            torch.device("cpu"),
+            opaque.kept_whole(),
+            masks_unread(),
+            export_is_quiet(),
+        ):
             program = torch.export.export(call, (fake,), strict=False, dynamic_shapes=(dynamic,))
     except LayerNumberError:
         return None

@@ -343,7 +343,10 @@ def _compute_s(unit: Unit) -> float:
 def _heads_of(attention: fx.Node, argument: int) -> int:
     source = attention.args[argument]
     assert isinstance(source, fx.Node)
-    return int(source.meta["shape"][1])
+    size = source.meta["shape"][1]
+    return int(
+        size if isinstance(size, int) else size.as_coeff_Mul()[0]
+    )  # heads of every row, if rows are in there too
 
 
 def _positions(traced: TracedModel) -> dict[fx.Node, int]:

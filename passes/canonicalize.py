@@ -21,7 +21,7 @@ from autopar.passes.functionalize import functionalize
 from autopar.passes.rms_norm_chain import fuse_rms_norms
 from autopar.runtime.losses import cross_entropy_loss
 
-__all__ = ["canonicalize"]
+__all__ = ["canonicalize", "read_sizes_off_inputs"]
 
 aten = torch.ops.aten
 
@@ -36,7 +36,7 @@ def canonicalize(graph_module: fx.GraphModule) -> fx.GraphModule:
     for node in list(graph.nodes):
         if node.target in (aten.unflatten.int, aten.flatten.using_ints):
             _as_reshape(graph, node)
-    _read_sizes_off_inputs(graph)
+    read_sizes_off_inputs(graph)
     for node in list(graph.nodes):
         if node.op == "call_function" and _is_no_op(node):
             node.replace_all_uses_with(_first(node))
@@ -137,7 +137,7 @@ def _as_reshape(graph: fx.Graph, node: fx.Node) -> None:
     node.target, node.args, node.kwargs = aten.reshape.default, (x, sizes), {}
 
 
-def _read_sizes_off_inputs(graph: fx.Graph) -> None:
+def read_sizes_off_inputs(graph: fx.Graph) -> None:
     """Read sizes of activations off the inputs they come from, and write down those that are numbers: no activation has
     to be at hand for a size."""
     known: dict[Any, fx.Node] = {}

@@ -13,6 +13,7 @@ from autopar.cost_model.strategy_table import ops_without_rule
 from autopar.errors import UnsupportedModelError
 from autopar.graph_walks import shapes_of
 from autopar.ir import TracedModel
+from autopar.passes.attention_dims import attention_dims
 from autopar.passes.buffer_updates import updated_buffers
 from autopar.passes.canonicalize import canonicalize
 from autopar.passes.fold_masks import fold_masks
@@ -26,6 +27,7 @@ def prepare(traced: TracedModel) -> TracedModel:
     """The passes in order on a copy of the graph; keys, gradient flow and segments are computed anew."""
     graph_module = copy_graph(traced.graph_module)
     canonicalize(graph_module)
+    attention_dims(graph_module)
     heads_apart(graph_module)
     fold_masks(graph_module, traced.inputs)
     _refuse_sizes_of_values(graph_module.graph, {traced.batch, traced.seq})

@@ -8,7 +8,6 @@ here therefore has eps equal to its learning rate: a step then moves a weight by
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -28,6 +27,7 @@ from autopar.models import resolve
 from autopar.plan import Plan
 from autopar.runtime.launch import run_ranks
 from autopar.runtime.precision import in_dtype
+from autopar.shell import copied
 from autopar.specs import Pins
 from autopar.trace import trace
 from autopar.verify.layout import FixedLayouts, batch_size, pinned_plan
@@ -112,7 +112,7 @@ class _Comparison:
         self._reference = Record.of_model(self._module, self.batch, steps)
 
     def run(self, plan: Plan) -> VerifyResult:
-        pm = build(copy.deepcopy(self._module), self.traced, plan)
+        pm = build(copied(self._module), self.traced, plan)
         record = Record.of_parallel(pm, self.batch, self._steps, self._module.state_dict())
         copies = [name for names in everyone(pm.differing_copies()) for name in names]
         result = compared(record, self._reference, plan, self._tolerance, self._steps, copies)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopar.binding import invoke
 from autopar.errors import SpecError
 from autopar.runtime.engine import ParallelModule
+from autopar.shell import copied
 
 __all__ = ["Record"]
 
@@ -32,10 +33,10 @@ class Record:
     @staticmethod
     def of_model(module: nn.Module, batch: Mapping[str, Any], steps: int) -> Record:
         """The plain model; it is left as it was."""
-        trained = copy.deepcopy(module)
+        trained = copied(module)
 
         def step() -> float:
-            loss = _loss_of(trained(**batch))
+            loss = _loss_of(invoke(trained, batch))
             loss.backward()
             return loss.item()
 
