@@ -32,7 +32,8 @@ def attention_dims(graph_module: fx.GraphModule) -> fx.GraphModule:
     graph = graph_module.graph
     attentions = [n for n in graph.nodes if n.op == "call_function" and op_name(n) == "scaled_dot_product_attention"]
     rewrites = (_apart, _with_one_head, _with_joined_groups)
-    if not any([any(rewrite(graph, node) for rewrite in rewrites) for node in attentions]):
+    changed = [any(rewrite(graph, node) for rewrite in rewrites) for node in attentions]
+    if not any(changed):
         return graph_module
     for node in list(graph.nodes):
         source = _reshaped(node)

@@ -3,13 +3,17 @@
 Each module that owns parameters is initialised alone, on the CPU, by the model's own initialiser, from a random state
 of its own: a hash of the seed and the module's path. So a weight does not depend on which rank asks for it, on the
 layout, or on what else is initialised, and no rank ever holds more than one module's whole weights beside its shards.
+
+What `__init__` writes into a weight after that initialiser has run is gone on the meta device. Torch counts the writes
+to a tensor, there too, so that such a weight is found and refused instead of trained from another start.
 """
 
 from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,8 +48,29 @@ class InitialWeights(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._names)
 
+    def refuse_lost(self) -> None:
+        """Raise AutoparError for the first weight that was written more often while the model was built than its
+        module's initialiser does. (Writes through `.data`, and to modules that were copied, are not counted.)"""
+        for path, module in self._model.named_modules():
+            meta = {n: p for n, p in module._parameters.items() if p is not None and p.is_meta}
+            if not meta:
+                continue
+            lone = _alone(module, "meta")
+            with torch.no_grad():
+                for initialise in _initialisers(self._model, lone):
+                    initialise()
+            for name, parameter in meta.items():
+                known = lone._parameters[name]
+                if known is not None and parameter._version > known._version:
+                    raise AutoparError(
+                        f"{name} was set again after {type(module).__name__}'s own initialiser while the model was "
+                        "built on the meta device, where values are lost",
+                        where=path or "model",
+                        try_="set it in a method _init_weights(module) of the model, or build the model on the CPU",
+                    )
+
     def _initialised(self, path: str) -> dict[str, Tensor]:
-        module = _alone(self._model.get_submodule(path))
+        module = _alone(self._model.get_submodule(path), "cpu")
         with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
             torch.manual_seed(zlib.crc32(f"{self._seed} {path}".encode()))
             _initialise(self._model, module)
@@ -59,11 +84,11 @@ class InitialWeights(Mapping[str, Tensor]):
         return {name: p.detach() for name, p in module.named_parameters(recurse=False)}
 
 
-def _alone(module: nn.Module) -> nn.Module:
-    """A copy of one module without its children; parameters are NaN on the CPU, so that what nobody sets is seen."""
+def _alone(module: nn.Module, device: str) -> nn.Module:
+    """A copy of one module without its children; parameters are NaN on `device`, so that what nobody sets is seen."""
     memo: dict[int, nn.Parameter] = {}
     for p in module.parameters(recurse=False):
-        empty = torch.full(p.shape, float("nan"), dtype=p.dtype, device="cpu")
+        empty = torch.full(p.shape, float("nan"), dtype=p.dtype, device=device)
         memo[id(p)] = nn.Parameter(empty, requires_grad=p.requires_grad)
     lone = copy.copy(module)
     lone.__dict__ = copy.copy(module.__dict__)
@@ -72,10 +97,17 @@ def _alone(module: nn.Module) -> nn.Module:
     return lone
 
 
+def _initialisers(model: Any, module: Any) -> list[Callable[[], Any]]:
+    """The module's own reset_parameters and the model's initialiser (as Hugging Face models have one)."""
+    own = [module.reset_parameters] if hasattr(module, "reset_parameters") else []
+    return [*own, partial(model._init_weights, module)] if hasattr(model, "_init_weights") else own
+
+
 def _initialise(model: Any, module: Any) -> None:
-    """By the model's own initialiser (Hugging Face), else by the module's reset_parameters."""
-    if hasattr(model, "_init_weights"):
-        model._init_weights(module)
-    unset = any(bool(torch.isnan(p).any()) for p in module.parameters(recurse=False))
-    if unset and hasattr(module, "reset_parameters"):
-        module.reset_parameters()
+    """As construction does it: reset_parameters, then the model's initialiser; that alone where it sets everything."""
+    initialisers = _initialisers(model, module)
+    if initialisers:
+        initialisers[-1]()
+    if len(initialisers) > 1 and any(bool(torch.isnan(p).any()) for p in module.parameters(recurse=False)):
+        for initialise in initialisers:
+            initialise()

@@ -44,6 +44,7 @@ class LocalState:
         names = tuple(dict.fromkeys(self._canonical.values()))
         computed = _computed_buffers(stages)
         initial = InitialWeights(model, seed)
+        initial.refuse_lost()
         whole = {n: computed.get(n, everything[n]) for n in names}
         # Weights are made below; a buffer that no stage reads and no state_dict holds has no value anybody needs.
         needless = {n for n, t in whole.items() if t.is_meta and (n in initial or n not in self._keys)}

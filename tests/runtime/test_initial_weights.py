@@ -54,3 +54,52 @@ def test_parameter_that_nobody_sets_is_refused() -> None:
         model = nn.Sequential(Scale())
     with pytest.raises(AutoparError, match="0: nothing initialises scale of this Scale"):
         InitialWeights(model, 0)["0.scale"]
+
+
+class _Own(nn.Module):
+    """Initialised by `_init_weights`, which leaves biases as they were; `after` is done at the end of __init__."""
+
+    def __init__(self, after: str) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(8, 4), nn.Linear(4, 8)
+        self.apply(self._init_weights)
+        if after == "fill":
+            nn.init.constant_(self.head.weight, 0.5)
+        elif after == "normal":
+            nn.init.normal_(self.embed.weight, std=0.01)
+        elif after == "cast":
+            self.half()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.constant_(module.weight, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("after", "lost"), [("fill", "head: weight"), ("normal", "embed: weight"), ("cast", ""), ("", "")]
+)
+def test_what_init_sets_after_the_initialisers_is_refused_by_name(after: str, lost: str) -> None:
+    with torch.device("meta"):
+        model = _Own(after)
+    weights = InitialWeights(model, 0)
+    if lost:
+        with pytest.raises(AutoparError, match=f"{lost} was set again after .* own initialiser"):
+            weights.refuse_lost()
+        return
+    weights.refuse_lost()
+    assert (weights["head.weight"] == 0.25).all()
+    assert 0 < weights["head.bias"].abs().max() < 1
+
+
+@pytest.mark.parametrize("family", [f for f in BUILDERS if f != "tiny_gpt"])
+def test_no_family_loses_anything(family: str) -> None:
+    with torch.device("meta"):
+        model = BUILDERS[family](torch.float32)
+    InitialWeights(model, 0).refuse_lost()
+
+
+def test_embeddings_scaled_by_the_model_are_refused() -> None:
+    with torch.device("meta"):
+        model = BUILDERS["tiny_gpt"](torch.float32)
+    with pytest.raises(AutoparError, match="tokens: weight was set again after Embedding's own initialiser"):
+        InitialWeights(model, 0).refuse_lost()
