@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -16,12 +17,13 @@ from torch import nn
 from autopar import passes
 from autopar.cost_model.objectives import search_for
 from autopar.cost_model.search import SearchResult
-from autopar.errors import AutoparError, SpecError
-from autopar.ir import StageGraph, TracedModel
+from autopar.errors import AutoparError, SpecError, UnsupportedModelError
+from autopar.ir import TracedModel
 from autopar.models import example_from_config
 from autopar.plan import Plan, match_path
 from autopar.printing import format_graph
 from autopar.reports.text import render
+from autopar.runtime.calls import WholeGraph
 from autopar.runtime.engine import ParallelModule
 from autopar.runtime.launch import join_torchrun
 from autopar.runtime.limits import model_precision
@@ -169,14 +171,19 @@ def build(
 
 def _whole(
     traced: TracedModel, plan: Plan, seed: int, evaluated: Callable[[], TracedModel] | None, training: bool
-) -> StageGraph:
+) -> WholeGraph:
     """The graph of all the user's outputs in one mode."""
     if not training and evaluated is not None:
         traced = evaluated()
         keys = [n.meta["key"] for n in traced.graph_module.graph.nodes if n.op == "call_function"]
         there = {k: v for k, v in plan.ops.items() if k in keys or any(match_path(k, key) for key in keys)}
         plan = replace(plan, ops=there, fingerprints={})  # both are of the training graph, dropout included
-    return passes.apply(traced, plan, outputs="all", seed=seed)[0]
+    stage = passes.apply(traced, plan, outputs="all", seed=seed)[0]
+    counted = None
+    if traced.loss is not None:
+        with suppress(UnsupportedModelError):  # of a loss that stays whole: where it is cut, `apply` has refused it
+            counted = passes.token_count(traced, plan)
+    return WholeGraph(stage, traced, counted)
 
 
 def _evaluates_otherwise(traced: TracedModel, evaluated: Callable[[], TracedModel]) -> bool:

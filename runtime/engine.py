@@ -1,7 +1,6 @@
 """The parallel module: a model that trains over the ranks of a plan exactly as it would on one.
 
-Loss: the mean over all tokens of the global batch that count. The graph returns sums; the number of tokens is summed
-over micro-batches and dp ranks once, before backward, and every gradient reduction is a sum.
+Loss: the mean over all tokens of the global batch that count, however the batch is cut; see runtime/training_step.py.
 """
 
 from __future__ import annotations
@@ -19,24 +18,22 @@ from autopar.errors import AutoparError
 from autopar.ir import StageGraph, TracedModel
 from autopar.plan import Plan
 from autopar.runtime.batches import BatchIntake
+from autopar.runtime.calls import CalledModel, WholeGraph
 from autopar.runtime.grad_norm import GradientNorm
 from autopar.runtime.judge import StepJudge
 from autopar.runtime.limits import check_axes, refuse_unbuilt
 from autopar.runtime.monitor import Monitor
 from autopar.runtime.observation import Observation
 from autopar.runtime.optimizer import check_patterns, new_optimizer, refuse_stale_optimizers
-from autopar.runtime.outputs import WholeForward
 from autopar.runtime.overlap import AppliedOverlap
-from autopar.runtime.pipeline import LocalStage, PipelineRunner
 from autopar.runtime.reductions import gradient_reducer
-from autopar.runtime.rows import cut_rows
-from autopar.runtime.sequence import sequence_length
 from autopar.runtime.stage import localize, set_training
 from autopar.runtime.state import LocalState
 from autopar.runtime.step_trace import StepTrace
-from autopar.runtime.tokens import TokenCounter, divided, loss_dtype
+from autopar.runtime.tokens import TokenCounter
+from autopar.runtime.training_step import TrainingStep
 from autopar.runtime.world import World
-from autopar.runtime.zero import ShardedStage, shard_stage
+from autopar.runtime.zero import shard_stage
 
 __all__ = ["ParallelModule"]
 
@@ -47,7 +44,7 @@ class ParallelModule(nn.Module):
     stages       one graph per pipeline stage; this rank runs those at its position on pp, and every pp-th after it
     token_count  graph from model inputs to what the terms of the loss are divided by; see passes/token_loss.py
     whole        `whole(training)` builds the graph with all the user's outputs in training or evaluation mode, for
-                 `pm(**batch)`; None under pipeline parallelism
+                 `pm(**batch)`; see runtime/calls.py. None under pipeline parallelism
     evaluates_otherwise  whether forward in evaluation mode differs by more than dropout: then `step` only trains
     report       renders what was planned and why
     bucket_bytes, overlap    how data-parallel gradients are reduced: together in buckets, under backward or after it
@@ -66,7 +63,7 @@ class ParallelModule(nn.Module):
         stages: tuple[StageGraph, ...],
         *,
         token_count: fx.GraphModule | None,
-        whole: Callable[[bool], StageGraph] | None,
+        whole: Callable[[bool], WholeGraph] | None,
         evaluates_otherwise: Callable[[], bool] | None = None,
         device: torch.device,
         report: Callable[[], str] | None = None,
@@ -94,14 +91,9 @@ class ParallelModule(nn.Module):
         self._report = report
         # Kept in tuples: nn.Module would list the parameters of a child module under paths of its graph.
         self._graphs: tuple[nn.Module, ...] = tuple(self._local_stage(stage) for stage in self._state.own_stages)
-        self._whole: dict[bool, tuple[WholeForward, frozenset[str]]] = {}  # by mode, with the inputs it takes
-        self._build_whole = whole
         self._evaluates_otherwise = evaluates_otherwise
-        if token_count is not None:
-            token_count = localize(token_count, {}, self.world.group_names(), device)
-        self._counter = TokenCounter(token_count, self.world)
-        self._divisors = torch.ones(1, dtype=torch.float64, device=device)
-        self._intake = BatchIntake(traced, plan, self.world, self._counter)
+        counter = TokenCounter.on(self.world, token_count)
+        intake = BatchIntake(traced, plan, self.world, counter)
         self._reducer = gradient_reducer(
             self._state,
             self.world,
@@ -111,7 +103,20 @@ class ParallelModule(nn.Module):
         )
         self._norm = GradientNorm(self._state, self.world)
         self._judge = StepJudge(plan, non_finite, self._norm, self._state, device)
-        self._pipeline = self._new_pipeline()
+        self._train = TrainingStep(
+            plan,
+            traced,
+            self._state,
+            self._graphs,
+            world=self.world,
+            counter=counter,
+            intake=intake,
+            reducer=self._reducer,
+            judge=self._judge,
+        )
+        self._called = CalledModel(
+            plan, traced, whole, self._localize, world=self.world, intake=intake, reducer=self._reducer
+        )
         self._observed = Observation(plan, self.world, self._graphs)
 
     def step(self, batch: Any, *, local: bool = False) -> Tensor:
@@ -133,29 +138,9 @@ class ParallelModule(nn.Module):
                 where="step",
                 try_="pm(**batch) to evaluate under a plan without pipeline, or pm.train() before",
             )
-        return self._observed.step(lambda: self._step(batch, local))
-
-    def _step(self, batch: Any, local: bool) -> tuple[Tensor, int]:
-        """The loss, and the tokens of all dp ranks (as many as this one's, each)."""
-        inputs, micro_batches = self._intake.step_rows(batch, local)
-        self._counter.check(micro_batches)
-        self._divisors = self._counter.divisors(inputs)
-        self._state.copies.follow()
-        self._reducer.begin(micro_batches)
-        for stage in self._graphs:
-            if isinstance(stage, ShardedStage):
-                stage.begin(micro_batches)
-        if self._pipeline is not None:
-            losses = self._pipeline.run(inputs, micro_batches)
-        else:
-            losses = self._accumulate(inputs, micro_batches)
-        scale = self._judge.scale
-        self._reducer.finish(self._judge if self._judge.looks else None)
+        loss = self._observed.step(lambda: self._train(batch, local))
         self.notices += self._judge.new_notices()
-        loss = self._agreed_loss(losses)
-        sizes = (inputs[s.name].shape for s in self.traced.inputs if s.seq_dim is not None and s.batch_dim is not None)
-        tokens = next((size[0] * size[1] for size in sizes), 0) * self.world.size("dp")
-        return loss if scale is None else loss / scale, tokens
+        return loss
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The user's outputs for the global batch, in the user's type, whole on every rank; see runtime/outputs.py.
@@ -163,12 +148,7 @@ class ParallelModule(nn.Module):
         `step` moves less. Raises AutoparError under pipeline parallelism.
         """
         self._state.copies.follow()
-        inputs = self._intake.numbered(self._intake.call(args, kwargs))
-        padded = self._intake.padded_sequences(inputs)
-        length = None if padded is inputs else sequence_length(self.traced.inputs, inputs)
-        own = self._intake.own_rows(padded)
-        whole, names = self._whole_forward()
-        return whole({name: t for name, t in own.items() if name in names}, length)
+        return self._called(self.training, args, kwargs)
 
     def optimizer(
         self,
@@ -179,7 +159,8 @@ class ParallelModule(nn.Module):
     ) -> torch.optim.Optimizer:
         """`cls` over this rank's trainable parameters; a torch optimizer, which learning-rate schedulers take.
 
-        groups: options of their own by pattern of the original name, `{"*.bias": {"weight_decay": 0.0}}`.
+        groups: options of their own by pattern of the original name, `{"*.bias": {"weight_decay": 0.0}}`; in this order
+        in `param_groups`, with what matches none last.
         cls may be any factory that takes a list of groups. The parameters are slices: one that does not work element by
         element is found out by a few steps on tiny tensors, and refused with SpecError where the plan cuts what it
         reads.
@@ -285,62 +266,6 @@ class ParallelModule(nn.Module):
         if not self.plan.zero or self.world.data_mesh is None:
             return graph
         return shard_stage(graph, stage, self._state, self.world, self.plan, "dp" in self._wide)
-
-    def _scaled_loss(self, loss_sum: Tensor) -> Tensor:
-        loss = divided(loss_sum, self._divisors)
-        return loss if self._judge.scale is None else loss * self._judge.scale
-
-    def _accumulate(self, inputs: Mapping[str, Tensor], micro_batches: int) -> list[Tensor]:
-        losses = []
-        for part in cut_rows(self.traced.inputs, inputs, micro_batches):
-            outputs = self._graphs[0](**{name: part[name] for name in self._state.own_stages[0].inputs})
-            loss = self._scaled_loss(outputs[0])
-            loss.backward()
-            losses.append(loss.detach())
-        return losses
-
-    def _agreed_loss(self, losses: list[Tensor]) -> Tensor:
-        """The sum over micro-batches and dp ranks, from the last stage to all; in fp32, or fp64 if the model's is."""
-        dtype = loss_dtype(self.traced)
-        if losses:
-            total = self.world.sum(torch.stack(losses).sum(), "dp").to(dtype)
-        else:
-            total = torch.zeros((), dtype=dtype, device=self.world.device)
-        self.world.broadcast(total, "pp", self.world.size("pp") - 1)
-        return total
-
-    def _whole_forward(self) -> tuple[WholeForward, frozenset[str]]:
-        if self._build_whole is None:
-            raise AutoparError(
-                "a pipelined model runs by micro-batches only",
-                where="forward",
-                try_="pm.step(batch), or a plan with pp=1",
-            )
-        if self.training not in self._whole:
-            stage = self._build_whole(self.training)
-            graph = self._localize(stage)
-            set_training(graph, self.training)
-            whole = WholeForward(graph, self.traced, self.world, self._counter, self._reducer)
-            self._whole[self.training] = whole, frozenset(stage.inputs)
-        return self._whole[self.training]
-
-    def _new_pipeline(self) -> PipelineRunner | None:
-        group = self.world.group("pp")
-        if group is None:
-            return None
-        return PipelineRunner(
-            [
-                LocalStage(stage.index, graph, stage.inputs)
-                for stage, graph in zip(self._state.own_stages, self._graphs, strict=True)
-            ],
-            self.traced.inputs,
-            count=len(self.plan.stages),
-            schedule=self.plan.schedule,
-            device=self.world.device,
-            group=group,
-            loss=self._scaled_loss,
-            overlap_sends="pp_send" in self.plan.overlap,
-        )
 
 
 # The code that iterates over parameters in torch.nn.utils.clip_grad_norm_ and its relatives, under their decorators.

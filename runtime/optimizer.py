@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError, SpecError, nearest
-from autopar.runtime.optimizer_probe import reads_across
+from autopar.runtime.optimizer_probe import reads_across, unable_on_shards
 
 __all__ = ["check_patterns", "new_optimizer", "refuse_stale_optimizers"]
 
@@ -29,12 +29,14 @@ def new_optimizer(
 ) -> torch.optim.Optimizer:
     """`cls` over the trainable `parameters`; `groups` maps name patterns (`*.bias`) to a group's own options.
 
-    The first pattern that matches holds. A rank whose slice of the model has no parameter of a group gets the group
-    empty, so that all ranks have the same groups. `sliced`: parameters may be parts of tensors; `staged`: some of them
-    are on other ranks. Raises SpecError for an optimizer that could not be exact then.
+    The first pattern that matches holds. Groups come in the order of `groups`, with what matches none last. A rank
+    whose slice of the model has no parameter of a group gets the group empty, so that all ranks have the same groups.
+    `sliced`: parameters may be parts of tensors; `staged`: some of them are on other ranks. Raises SpecError for an
+    optimizer that could not be exact then, or that cannot step the kind of tensor FSDP makes.
     """
     _refuse_inexact(cls, options, sliced, staged, device)
     trained = [(n, p) for n, p in parameters if p.requires_grad]
+    _refuse_on_shards(cls, options, [p for _, p in trained])
     members: dict[str | None, list[nn.Parameter]] = {pattern: [] for pattern in groups}
     members[None] = []
     for parameter_name, p in trained:
@@ -66,6 +68,19 @@ def _refuse_inexact(
             f"{name} reads all parameters together, and ranks hold some of them",
             where="optimizer",
             try_="one that works element by element (AdamW, SGD), or a plan with tp 1, pp 1 and zero 0",
+        )
+
+
+def _refuse_on_shards(
+    cls: Callable[..., torch.optim.Optimizer], options: Mapping[str, Any], trained: list[nn.Parameter]
+) -> None:
+    sharded = next((p for p in trained if isinstance(p, DTensor)), None)
+    reason = None if sharded is None else unable_on_shards(cls, options, sharded)
+    if reason is not None:
+        raise SpecError(
+            f"{getattr(cls, '__name__', 'this optimizer')} cannot step sharded parameters: {reason}",
+            where="optimizer",
+            try_="without fused=True, another implementation (foreach=True) or optimizer, or a plan with zero 0",
         )
 
 

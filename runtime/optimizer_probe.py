@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-__all__ = ["reads_across"]
+__all__ = ["reads_across", "unable_on_shards"]
 
 Factory = Callable[..., torch.optim.Optimizer]
 _STEPS, _TOLERANCE = 3, 1e-6
@@ -35,6 +36,21 @@ def reads_across(cls: Factory, options: Mapping[str, Any], device: torch.device)
         return "parameters"
     cut = [_trained(cls, options, weights, gradients, cut=dim) for dim in (0, 1)]
     return None if all(_same(whole, parts) for parts in cut) else "tensors"
+
+
+def unable_on_shards(cls: Factory, options: Mapping[str, Any], like: DTensor) -> str | None:
+    """Why `cls` cannot step parameters that are sharded as `like` is, in torch's words; None if it can."""
+    placed = like.device_mesh, like.placements
+    zeros = torch.zeros(2, 3, dtype=like.dtype, device=like.device)
+    parameter = nn.Parameter(DTensor.from_local(zeros, *placed, run_check=False))
+    optimizer = cls([{"params": [parameter]}], **options)
+    for _ in range(_STEPS):
+        parameter.grad = DTensor.from_local(torch.ones_like(zeros), *placed, run_check=False)
+        try:
+            _step(optimizer)
+        except RuntimeError as error:  # DTensor: ops without a sharding rule, writes that would change a placement
+            return str(error).strip().split("\n")[0]
+    return None
 
 
 def _trained(

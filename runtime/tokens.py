@@ -13,6 +13,7 @@ from autopar.graph_walks import outputs_of
 from autopar.ir import TracedModel
 from autopar.mesh import AXES
 from autopar.runtime.collectives import resolve_group
+from autopar.runtime.stage import localize
 from autopar.runtime.world import World
 
 __all__ = ["TokenCounter", "divided", "loss_dtype", "over_replicas"]
@@ -53,6 +54,11 @@ class TokenCounter:
         self.hides_rows = ignored is not None
         # What to pad the inputs that hold targets with, so that the padding is not counted.
         self.fill = dict.fromkeys(self.inputs, -100 if ignored is None else ignored)
+
+    @classmethod
+    def on(cls, world: World, token_count: fx.GraphModule | None) -> TokenCounter:
+        """Of a graph as passes make it."""
+        return cls(token_count and localize(token_count, {}, world.group_names(), world.device), world)
 
     def divisors(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """Of each term of the loss, over the rows of all dp ranks: [terms], fp64; `inputs` are this rank's rows.

@@ -14,6 +14,7 @@ from autopar.ir import ParameterShard, StageGraph, TracedModel
 from autopar.mesh import Degrees
 from autopar.placement import parse_placement
 from autopar.plan import Plan
+from autopar.runtime.calls import WholeGraph
 from autopar.runtime.collectives import convert
 from autopar.runtime.engine import ParallelModule
 from autopar.runtime.losses import cross_entropy_sum, vocab_parallel_cross_entropy_sum, vocab_parallel_embedding
@@ -255,7 +256,8 @@ def parallel(
     whole = None
     if degrees.pp == 1:
         kind = _Whole if degrees.dp == 1 else _WholeSums
-        whole = lambda training: _stage_graph(kind, model, 0, range(LAYERS), degrees.tp, checkpoint)  # noqa: E731
+        stage = _stage_graph(kind, model, 0, range(LAYERS), degrees.tp, checkpoint)
+        whole = lambda training: WholeGraph(stage, traced, fx.symbolic_trace(_Count()))  # noqa: E731
     return ParallelModule(
         model,
         traced,

@@ -1,0 +1,115 @@
+"""Forward and backward of one global batch on this rank, after which gradients are complete and the loss is agreed.
+
+The graph returns sums; the number of tokens is summed over micro-batches and dp ranks once, before backward, and every
+gradient reduction is a sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.ir import TracedModel
+from autopar.plan import Plan
+from autopar.runtime.batches import BatchIntake
+from autopar.runtime.judge import StepJudge
+from autopar.runtime.pipeline import LocalStage, PipelineRunner
+from autopar.runtime.reducer import GradientReducer
+from autopar.runtime.rows import cut_rows
+from autopar.runtime.state import LocalState
+from autopar.runtime.tokens import TokenCounter, divided, loss_dtype
+from autopar.runtime.world import World
+from autopar.runtime.zero import ShardedStage
+
+__all__ = ["TrainingStep"]
+
+
+class TrainingStep:
+    """`graphs`: this rank's stages as they run, in the order of `state.own_stages`. Collective."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        traced: TracedModel,
+        state: LocalState,
+        graphs: Sequence[nn.Module],
+        *,
+        world: World,
+        counter: TokenCounter,
+        intake: BatchIntake,
+        reducer: GradientReducer,
+        judge: StepJudge,
+    ) -> None:
+        self._plan, self._traced, self._state, self._graphs = plan, traced, state, tuple(graphs)
+        self._world, self._counter, self._intake = world, counter, intake
+        self._reducer, self._judge = reducer, judge
+        self._divisors = torch.ones(1, dtype=torch.float64, device=world.device)
+        self._pipeline = self._new_pipeline()
+
+    def __call__(self, batch: Any, local: bool) -> tuple[Tensor, int]:
+        """The loss, and the tokens of all dp ranks (as many as this one's, each); see `ParallelModule.step`."""
+        inputs, micro_batches = self._intake.step_rows(batch, local)
+        self._counter.check(micro_batches)
+        self._divisors = self._counter.divisors(inputs)
+        self._state.copies.follow()
+        self._reducer.begin(micro_batches)
+        for stage in self._graphs:
+            if isinstance(stage, ShardedStage):
+                stage.begin(micro_batches)
+        if self._pipeline is not None:
+            losses = self._pipeline.run(inputs, micro_batches)
+        else:
+            losses = self._accumulate(inputs, micro_batches)
+        scale = self._judge.scale
+        self._reducer.finish(self._judge if self._judge.looks else None)
+        loss = self._agreed_loss(losses)
+        return loss if scale is None else loss / scale, self._tokens(inputs)
+
+    def _accumulate(self, inputs: Mapping[str, Tensor], micro_batches: int) -> list[Tensor]:
+        losses = []
+        for part in cut_rows(self._traced.inputs, inputs, micro_batches):
+            outputs = self._graphs[0](**{name: part[name] for name in self._state.own_stages[0].inputs})
+            loss = self._scaled_loss(outputs[0])
+            loss.backward()
+            losses.append(loss.detach())
+        return losses
+
+    def _scaled_loss(self, loss_sum: Tensor) -> Tensor:
+        loss = divided(loss_sum, self._divisors)
+        return loss if self._judge.scale is None else loss * self._judge.scale
+
+    def _agreed_loss(self, losses: list[Tensor]) -> Tensor:
+        """The sum over micro-batches and dp ranks, from the last stage to all; in fp32, or fp64 if the model's is."""
+        dtype = loss_dtype(self._traced)
+        if losses:
+            total = self._world.sum(torch.stack(losses).sum(), "dp").to(dtype)
+        else:
+            total = torch.zeros((), dtype=dtype, device=self._world.device)
+        self._world.broadcast(total, "pp", self._world.size("pp") - 1)
+        return total
+
+    def _tokens(self, inputs: Mapping[str, Tensor]) -> int:
+        specs = self._traced.inputs
+        sizes = (inputs[s.name].shape for s in specs if s.seq_dim is not None and s.batch_dim is not None)
+        return next((size[0] * size[1] for size in sizes), 0) * self._world.size("dp")
+
+    def _new_pipeline(self) -> PipelineRunner | None:
+        group = self._world.group("pp")
+        if group is None:
+            return None
+        return PipelineRunner(
+            [
+                LocalStage(stage.index, graph, stage.inputs)
+                for stage, graph in zip(self._state.own_stages, self._graphs, strict=True)
+            ],
+            self._traced.inputs,
+            count=len(self._plan.stages),
+            schedule=self._plan.schedule,
+            device=self._world.device,
+            group=group,
+            loss=self._scaled_loss,
+            overlap_sends="pp_send" in self._plan.overlap,
+        )
