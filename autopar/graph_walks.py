@@ -8,10 +8,24 @@ from typing import Any
 import sympy
 from torch import fx
 
+from autopar.blocks import op_name
 from autopar.ir import Dim, Segment, Shape
 from autopar.plan import Plan
 
-__all__ = ["ancestors", "holds", "input_only", "output_node", "outputs_of", "shapes_of", "stage_of_segments"]
+__all__ = [
+    "ancestors",
+    "before_repeat",
+    "has_no_mask",
+    "holds",
+    "input_only",
+    "output_node",
+    "outputs_of",
+    "repeated_for_attention",
+    "shapes_of",
+    "stage_of_segments",
+]
+
+ATTENTION = "scaled_dot_product_attention"
 
 
 def output_node(graph: fx.Graph) -> fx.Node:
@@ -54,6 +68,37 @@ def shapes_of(node: fx.Node) -> list[Shape]:
     if shape is None:
         return []
     return list(shape) if shape and isinstance(shape[0], tuple) else [shape]
+
+
+def before_repeat(repeated: object) -> fx.Node | None:
+    """x [b, kv, s, d] if `repeated` is reshape(expand(unsqueeze(x, 2))) with every head repeated in place."""
+    merged = repeated if isinstance(repeated, fx.Node) and op_name(repeated) in ("reshape", "view") else None
+    widened = merged.args[0] if merged is not None else None
+    if not (isinstance(widened, fx.Node) and op_name(widened) == "expand" and len(widened.meta["shape"]) == 5):
+        return None
+    opened = widened.args[0]
+    if not (isinstance(opened, fx.Node) and op_name(opened) == "unsqueeze" and opened.args[1] == 2):
+        return None
+    x = opened.args[0]
+    assert isinstance(x, fx.Node)
+    b, heads, times, s, d = widened.meta["shape"]
+    same = (
+        x.meta["shape"] == (b, heads, s, d) and merged is not None and merged.meta["shape"] == (b, heads * times, s, d)
+    )
+    return x if same else None
+
+
+def repeated_for_attention(node: fx.Node) -> fx.Node | None:
+    """`before_repeat` of keys or values that only attention without a mask reads: its kernels repeat heads themselves
+    (passes/native_gqa.py), so that nothing is copied."""
+    if not node.users or not all(op_name(u) == ATTENTION and has_no_mask(u) for u in node.users):
+        return None
+    return before_repeat(node)
+
+
+def has_no_mask(attention: fx.Node) -> bool:
+    """Whether an attention is given no mask."""
+    return (attention.args[3] if len(attention.args) > 3 else attention.kwargs.get("attn_mask")) is None
 
 
 def holds(size: Dim, symbol: sympy.Symbol) -> bool:

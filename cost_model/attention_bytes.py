@@ -12,6 +12,7 @@ from autopar.cost_model.activations import local_bytes
 from autopar.cost_model.block_measures import BlockMeasures
 from autopar.cost_model.block_problem import NodeStrategy
 from autopar.cost_model.op_facts import ATTENTION
+from autopar.graph_walks import repeated_for_attention
 from autopar.placement import Placement
 from autopar.recomputation import kept_products
 
@@ -38,13 +39,21 @@ class AttentionBytes:
         for node in nodes:
             if node.op == "call_function" and op_name(node) in ATTENTION and node in layout:
                 inputs = zip(node.all_input_nodes[:3], layout[node][0], strict=False)
-                read = [_local(source, placement, measures, tp) for source, placement in inputs]
+                read = [_local(_as_moved(s, placement, layout), placement, measures, tp) for s, placement in inputs]
                 queries, key_values = queries + read[0], key_values + sum(read[1:])
         kept, _ = kept_products([n for n in nodes if n.op == "call_function"])
         products = sum(_local(n, layout[n][1], measures, tp) for n in nodes if n in kept and n in layout)
         own = [k for k in measures.kept if k.keeper in chosen and k.slot is None and op_name(k.keeper) in ATTENTION]
         core = local_bytes(own, measures.kept_elements, layout, tp)
         return AttentionBytes(key_values, queries, core, products)
+
+
+def _as_moved(source: fx.Node, placement: Placement | None, layout: Mapping[fx.Node, NodeStrategy]) -> fx.Node:
+    """Heads before they are repeated, if they are sharded alike: more would be sent for nothing."""
+    heads = repeated_for_attention(source)
+    if heads is None or heads not in layout or (placement is not None and layout[heads][1] != placement):
+        return source
+    return heads
 
 
 def _local(node: fx.Node, placement: Placement | None, measures: BlockMeasures, tp: int) -> float:

@@ -15,6 +15,7 @@ from torch import fx
 
 from autopar.blocks import op_name
 from autopar.cost_model.op_facts import is_view
+from autopar.graph_walks import repeated_for_attention
 
 __all__ = ["AutogradOp", "Gradient", "Key", "Size", "lower"]
 
@@ -59,23 +60,8 @@ Size = Callable[[fx.Node], float]
 
 def lower(nodes: Sequence[fx.Node], size: Size) -> list[AutogradOp]:
     """The ops of call_function nodes; `size` gives the bytes a rank holds of each tensor."""
-    repeats = {n: base for n in nodes if (base := _before_repeat(n)) is not None}
+    repeats = {n: base for n in nodes if (base := repeated_for_attention(n)) is not None}
     return [op for node in nodes for op in _lower_one(node, size, repeats)]
-
-
-def _before_repeat(node: fx.Node) -> fx.Node | None:
-    """Keys or values of which `node` repeats the heads for attention kernels that do so themselves, without a copy."""
-    if op_name(node) not in ("reshape", "view") or not node.users:
-        return None
-    fused = all(op_name(u) == "scaled_dot_product_attention" and _has_no_mask(u) for u in node.users)
-    spread = node.all_input_nodes[0]
-    if not fused or op_name(spread) != "expand" or op_name(spread.all_input_nodes[0]) != "unsqueeze":
-        return None
-    return spread.all_input_nodes[0].all_input_nodes[0]
-
-
-def _has_no_mask(node: fx.Node) -> bool:
-    return (node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")) is None
 
 
 def _lower_one(node: fx.Node, size: Size, repeats: Mapping[fx.Node, fx.Node]) -> list[AutogradOp]:

@@ -86,7 +86,8 @@ def state_bytes(recipe: Recipe, zero: int, shard: int, *, fully_sharded: bool = 
     """Bytes a parameter of "parameters", "gradients" and "optimizer" on one of `shard` ranks that share a copy.
 
     fully_sharded: the stack shards by FSDP: masters are shards, and below level 3 a whole 16-bit copy is kept for the
-    step; at level 1 the gradients too are whole until the last micro-batch (docs/zero.md).
+    step; at level 1 the gradients too are whole until the last micro-batch, and the shards come as they go
+    (docs/zero.md).
     """
     shard = max(1, shard)
     if zero == 3 or (zero and fully_sharded):
@@ -94,7 +95,7 @@ def state_bytes(recipe: Recipe, zero: int, shard: int, *, fully_sharded: bool = 
         moments = recipe.optimizer_bytes - recipe.master_bytes
         return {
             "parameters": wide / shard + (recipe.parameter_bytes if zero < 3 else 0),
-            "gradients": wide / shard + (wide if zero == 1 else 0),
+            "gradients": wide / (1 if zero == 1 else shard),
             "optimizer": moments / shard,
         }
     return {

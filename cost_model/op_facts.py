@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from autopar.blocks import op_name
+from autopar.graph_walks import repeated_for_attention
 from autopar.ir import Shape
 
 __all__ = ["ATTENTION", "MATMULS", "ElementSizes", "is_view", "matmul_flops", "numel", "storage_root"]
@@ -64,7 +65,9 @@ def is_view(node: fx.Node) -> bool:
         return bool(source.meta.get("dtype") == node.meta.get("dtype"))
     if name == "contiguous":
         return op_name(source) not in ("transpose", "permute", "expand", "t")
-    if name in ("reshape", "flatten"):  # copies only what an expand repeated
+    if name in ("reshape", "flatten"):  # copies only what an expand repeated, and not for attention
+        if repeated_for_attention(node) is not None:
+            return True
         return not (_expanded(source) and numel(node.meta["shape"]) != numel(_root(source).meta["shape"]))
     return name in _VIEWS
 

@@ -31,9 +31,6 @@ TIME_PARTS = (
     "pp_communication", "accumulation", "bubble", "optimizer", "straggler", "overhead",
 )  # fmt: skip
 
-BUCKET_BYTES = 25 << 20
-"""Gradient reduction goes bucket by bucket; two are in flight."""
-
 _EXCHANGES = {"ring": "ring", "all-gather": "all_gather", "all-to-all": "all_to_all"}
 
 
@@ -202,14 +199,12 @@ class SettingPrice:
         return max(at_loss, self.blocks.epilogue.work.saved_bytes + self.blocks.epilogue.work.working_bytes)
 
     def communication_bytes(self, stage: int) -> float:
-        """Reduction buckets or gathered units, and per micro-batch in flight each chunk's output, held for its
-        backward."""
+        """Gathered units, and per micro-batch in flight each chunk's output, held for its backward. Without ZeRO
+        gradients are summed where they lie."""
         zero, own = self.setting.zero, self.recipe
         largest = max((layer.unit.parameters for layer in self.classes), default=0.0)
         held = 0.0
-        if zero == 0 and self.setting.degrees.dp * self.setting.degrees.cp > 1:
-            held = 2 * BUCKET_BYTES
-        elif zero == 3:
+        if zero == 3:
             ends = sum(unit.parameters for unit in self.end_units(stage))
             held = memory.gathered_bytes(largest, ends, own.parameter_bytes)
         if zero >= 2:

@@ -28,7 +28,7 @@ from autopar.cost_model.op_facts import ElementSizes
 from autopar.cost_model.propagation import Propagation, propagate
 from autopar.cost_model.sharded_units import ShardedUnits
 from autopar.cost_model.sharding_rules import LOSSES
-from autopar.graph_walks import ancestors, input_only, output_node, stage_of_segments
+from autopar.graph_walks import ancestors, input_only, output_node, repeated_for_attention, stage_of_segments
 from autopar.ir import TracedModel
 from autopar.placement import CONVERSIONS, REPLICATE, Placement, Shard
 from autopar.plan import Plan
@@ -177,7 +177,7 @@ class _Stage:
         cp, layout = self.plan.degrees.cp, self.layouts.get("cp")
         if op_name(node) != ATTENTION or layout is None or layout.strategy[node].inputs[1] != Shard(2):
             return
-        query, keys = self._local_bytes(node.all_input_nodes[0]), self._local_bytes(node.all_input_nodes[1])
+        query, keys = self._local_bytes(node.all_input_nodes[0]), self._local_bytes(self._keys_moved(node))
         m, kind = self.plan.micro_batches, self.plan.context_parallel
         second = again.get(node.meta["segment"])
         whole = second is not None and self.position[node] < second.stop and (kind == "all-to-all" or not second.keeps)
@@ -191,6 +191,14 @@ class _Stage:
         else:  # the result's exchange saves no tensor, so a core alone stops before it
             self._add("activations", "all_to_all", "cp", query * cp, 2 * (forward + m) - m * core)
             self._add("activations", "all_to_all", "cp", keys * cp, 2 * (forward + m))
+
+    def _keys_moved(self, attention: fx.Node) -> fx.Node:
+        """Keys before their heads are repeated, if those are sharded alike."""
+        keys, layout = attention.all_input_nodes[1], self.layouts.get("tp")
+        heads = repeated_for_attention(keys)
+        if heads is None or (layout is not None and layout.placement[heads] != layout.placement[keys]):
+            return keys
+        return heads
 
     def _run_again(self) -> dict[int, _Again]:
         """By segment, what a second run repeats."""

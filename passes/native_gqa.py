@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from autopar.blocks import op_name
+from autopar.graph_walks import before_repeat, has_no_mask
 from autopar.passes.dead_code import drop_dead_code
 from autopar.runtime.attention import context_attention
 
@@ -24,8 +24,8 @@ def native_gqa(graph_module: fx.GraphModule) -> fx.GraphModule:
     """Rewrite `graph_module` in place and return it."""
     for node in list(graph_module.graph.nodes):
         over_ranks = node.target is context_attention
-        if over_ranks or (node.target is _ATTENTION and _has_no_mask(node)):
-            k, v = _before_repeat(node.args[1]), _before_repeat(node.args[2])
+        if over_ranks or (node.target is _ATTENTION and has_no_mask(node)):
+            k, v = before_repeat(node.args[1]), before_repeat(node.args[2])
             if k is not None and v is not None:
                 node.args = (node.args[0], k, v, *node.args[3:])
                 if not over_ranks:
@@ -34,25 +34,3 @@ def native_gqa(graph_module: fx.GraphModule) -> fx.GraphModule:
     drop_dead_code(graph_module.graph)
     graph_module.recompile()
     return graph_module
-
-
-def _has_no_mask(node: fx.Node) -> bool:
-    return (node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")) is None
-
-
-def _before_repeat(repeated: object) -> fx.Node | None:
-    """x if `repeated` is reshape(expand(unsqueeze(x, 2))) with every head repeated in place, else None."""
-    merged = repeated if isinstance(repeated, fx.Node) and op_name(repeated) == "reshape" else None
-    widened = merged.args[0] if merged is not None else None
-    if not (isinstance(widened, fx.Node) and op_name(widened) == "expand" and len(widened.meta["shape"]) == 5):
-        return None
-    opened = widened.args[0]
-    if not (isinstance(opened, fx.Node) and op_name(opened) == "unsqueeze" and opened.args[1] == 2):
-        return None
-    x = opened.args[0]
-    assert isinstance(x, fx.Node)
-    b, heads, times, s, d = widened.meta["shape"]
-    same = (
-        x.meta["shape"] == (b, heads, s, d) and merged is not None and merged.meta["shape"] == (b, heads * times, s, d)
-    )
-    return x if same else None

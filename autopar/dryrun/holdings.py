@@ -8,6 +8,8 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
 from autopar.dryrun.fake_world import FakeWorld
@@ -43,6 +45,9 @@ class Holdings:
             self.count = sum(p.numel() for p in self.parameters.values())
             whole = {n: p for n, p in self.parameters.items() if not self.divides(n)}
             self.copies = ComputeCopies(whole, plan)
+        for name, copy in self.copies.of.items():
+            if copy is not self.parameters[name]:  # what computes is the parameter, its fp32 master optimizer state
+                recorder.claim(self.parameters[name], "optimizer")
         self.graphs: dict[int, nn.Module] = {stage.index: self._graph(traced, stage) for stage in own}
         self.reducer = self._reducer()
         # After the reducer's own hooks: they put gradients into their buckets.
@@ -76,6 +81,18 @@ class Holdings:
 
     def finish(self) -> None:
         self.reducer.finish()
+
+    def name_whole_tensors(self, stage: int) -> None:
+        """Call it between micro-batches: whole parameters that FSDP keeps for the step, and gradients that it has not
+        reduced, are no activations."""
+        for module in self.graphs[stage].modules():
+            for unit in _units(module):
+                if self.plan.zero < 3:
+                    self.recorder.claim(unit._unsharded_param, "parameters")
+                gradient = unit.unsharded_accumulated_grad
+                gradient = unit._unsharded_param.grad if gradient is None else gradient
+                if gradient is not None:
+                    self.recorder.claim(gradient, "gradients")
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         tp = self.world.size("tp")
@@ -134,3 +151,11 @@ class Holdings:
             GroupSum(tuple(parameters), pipeline, tuple(self.world.global_rank("pp", rank) for rank in ranks))
             for ranks, parameters in sorted(tied.items())
         ]
+
+
+def _units(module: nn.Module) -> Sequence[FSDPParam]:
+    """Parameters that FSDP gathers for `module`."""
+    if not isinstance(module, FSDPModule):
+        return ()
+    group = module._get_fsdp_state()._fsdp_param_group
+    return () if group is None else group.fsdp_params

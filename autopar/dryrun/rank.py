@@ -89,8 +89,6 @@ class _Rank:
         self.traced, self.plan, self.world, self.recorder = traced, plan, world, recorder
         self.count = len(stages)
         own = stages[world.position["pp"] :: plan.degrees.pp]
-        if world.group("dp") is not None:
-            recorder.group_category[world.group_names()["dp"]] = "communication"
         self.holdings = Holdings(traced, plan, own, stages, world, recorder)
         graphs = self.holdings.graphs
         self.chunks = {s.index: Chunk(traced, plan, s, stages, graphs[s.index], world, recorder) for s in own}
@@ -128,8 +126,9 @@ class _Rank:
         return rank_orders(self.plan.schedule, pp, micro_batches, self.plan.virtual_stages)[self.world.position["pp"]]
 
     def _enough(self, micro_batches: int) -> int:
-        """Micro-batches after which nothing new happens: GPipe holds all of them, 1F1B as many as there are stages, the
-        looped schedules two rounds, and one more shows the steady state. Sharding treats the first and last apart."""
+        """Micro-batches after which nothing new happens: GPipe holds all of them, 1F1B as many as there are stages and
+        one more in the steady state. The looped schedules have gradients of all their stages after one round, and hold
+        most when the next is there and a third begins. Sharding treats the first and last apart."""
         ranks = self.plan.degrees.pp
         if self.plan.schedule in ("interleaved", "zero-bubble") and ranks > 1:
             return min(micro_batches, 3 * ranks) if micro_batches % ranks == 0 else micro_batches
@@ -143,6 +142,7 @@ class _Rank:
         chunk = self.chunks[stage]
         if kind == FORWARD:
             chunk.forward(micro_batch, batch, self.divisors)
+            self.holdings.name_whole_tensors(stage)
         elif kind == BACKWARD:
             chunk.backward(micro_batch)
         elif kind == BACKWARD_INPUT:
@@ -150,6 +150,8 @@ class _Rank:
         else:
             assert kind == BACKWARD_WEIGHT
             chunk.backward_weight(micro_batch)
+        if kind != FORWARD:
+            self.holdings.name_whole_tensors(stage)
 
     def _issued_by(self, action: Callable[[], None]) -> list[Issued]:
         before = len(self.recorder.issued)

@@ -45,14 +45,10 @@ class Issued(NamedTuple):
 
 
 class Recorder(TorchDispatchMode):
-    """Records while it is entered; enter it inside the fake tensor mode, so that it sees the ops first.
-
-    group_category   name of a process group -> category of the tensors that its collectives work on
-    """
+    """Records while it is entered; enter it inside the fake tensor mode, so that it sees the ops first."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.group_category: dict[str, str] = {}
         self.now: Counter[str] = Counter()
         self.peak: dict[str, int] = {}
         self.peak_bytes = 0
@@ -60,7 +56,27 @@ class Recorder(TorchDispatchMode):
         self._total = 0
         self._category = "activations"
         self._held: dict[int, tuple[str, int]] = {}
-        self._resizable: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._resize: Callable[..., Any] | None = None
+
+    def __enter__(self) -> Recorder:
+        """FSDP frees what it gathered by resizing storages to nothing, which is no op: the method itself reports it."""
+        if self._resize is None:
+            resize = self._resize = torch.UntypedStorage.resize_
+
+            def followed(storage: torch.UntypedStorage, *args: Any) -> Any:
+                result = resize(storage, *args)
+                self._resized(storage)
+                return result
+
+            torch.UntypedStorage.resize_ = followed  # type: ignore[method-assign,assignment]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)
+        if self._resize is not None:
+            torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+            self._resize = None
 
     @contextmanager
     def category(self, name: str) -> Iterator[None]:
@@ -85,7 +101,6 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        self._follow_resized()
         result = func(*args, **(kwargs or {}))
         if getattr(func, "namespace", "") == "fsdp":
             self._watch((args, kwargs, result))
@@ -100,25 +115,16 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _watch(self, tensors: Any) -> None:
-        """What FSDP gathers into: it frees such a storage by resizing it to nothing, and makes it large again."""
+        """What FSDP gathers into."""
         for leaf in tree_leaves(tensors):
-            if isinstance(leaf, Tensor):
-                storage = _own_storage(leaf)
-                if self._held.get(storage._cdata, ("activations",))[0] == "activations":
-                    self.claim(leaf, "communication")
-                self._resizable[storage._cdata] = weakref.ref(storage)
+            if isinstance(leaf, Tensor) and self._held.get(_key(leaf), ("activations",))[0] == "activations":
+                self.claim(leaf, "communication")
 
-    def _follow_resized(self) -> None:
-        for key, reference in list(self._resizable.items()):
-            storage = reference()
-            if storage is None or key not in self._held:
-                del self._resizable[key]
-                continue
-            category, known = self._held[key]
-            nbytes = storage.nbytes()
-            if nbytes != known:
-                self._held[key] = (category, nbytes)
-                self._count(category, nbytes - known)
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        known = self._held.get(storage._cdata)
+        if known is not None:
+            self._held[storage._cdata] = (known[0], storage.nbytes())
+            self._count(known[0], storage.nbytes() - known[1])
 
     def _count(self, category: str, nbytes: int) -> None:
         self.now[category] += nbytes
@@ -142,13 +148,15 @@ class Recorder(TorchDispatchMode):
         kind = _KINDS.get(name, name)
         group = next(dist.ProcessGroup.unbox(a) for a in args if isinstance(a, torch.ScriptObject))
         tensors = [t for t in tree_leaves(args) if isinstance(t, Tensor)]
-        if group.group_name in self.group_category:
-            for t in tensors:
-                self.claim(t, self.group_category[group.group_name])
         nbytes = max(t.numel() * t.element_size() for t in tensors)
         if name in ("alltoall_base_", "allgather_", "reduce_scatter_"):
             nbytes *= group.size()  # the tensor is one part of the whole
         self.issued.append(Issued(kind, group.group_name, nbytes))
+
+
+def _key(tensor: Tensor) -> int:
+    key: int = _own_storage(tensor)._cdata
+    return key
 
 
 def _own_storage(tensor: Tensor) -> torch.UntypedStorage:

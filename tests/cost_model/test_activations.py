@@ -12,6 +12,8 @@ from autopar.cost_model.activations import kept_tensors, local_bytes
 from autopar.cost_model.op_facts import ElementSizes
 from autopar.ir import TracedModel
 from autopar.passes import prepare
+from autopar.passes.native_gqa import native_gqa
+from autopar.passes.prepare import copy_graph
 from autopar.trace import trace
 from tests import models
 
@@ -48,9 +50,10 @@ def test_saved_bytes_match_autograd(name: str) -> None:
     traced = prepare(trace(model, batch))
     rows, seq = batch["input_ids"].shape
     inputs = [batch[spec.name] for spec in traced.inputs]
+    executed = native_gqa(copy_graph(traced.graph_module))
 
     def run() -> torch.Tensor:
-        out = traced.graph_module(*inputs)
+        out = executed(*inputs)
         return out[traced.loss] if isinstance(out, tuple) else out
 
     actual, expected = measured_bytes(run, model), predicted_bytes(traced, rows, seq)
