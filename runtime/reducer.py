@@ -64,9 +64,10 @@ class GradientReducer:
     """Sums gradients over their data-parallel group and then over each of `sums`, in that order.
 
     `parameters` in execution order, each with its group or None; those that need no gradient are skipped. Between
-    `begin` and `finish` exactly `micro_batches` backward passes run. Gradients that were there before `begin` are kept
-    and added at the end, so that calling step twice accumulates instead of reducing the first gradient again.
-    `wide`: 16-bit gradients are summed in fp32.
+    `begin` and `finish` exactly `micro_batches` run. Gradients that were there before `begin` are kept and added at the
+    end, so that calling step twice accumulates instead of reducing the first gradient again.
+    `wide`: 16-bit gradients are summed in fp32. `uses`: by parameter, backward passes of a micro-batch that add to its
+    gradient, where several stages of this rank read it; one of the others.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class GradientReducer:
         parameters: Mapping[nn.Parameter, dist.ProcessGroup | None],
         sums: Sequence[GroupSum] = (),
         *,
+        uses: Mapping[nn.Parameter, int] | None = None,
         bucket_bytes: int = 25 * 2**20,
         overlap: bool = True,
         wide: bool = False,
@@ -93,7 +95,7 @@ class GradientReducer:
         self._next_bucket = 0
         self._earlier: dict[nn.Parameter, Tensor] = {}
         self._active = False
-        self._wide = wide
+        self._wide, self._uses = wide, dict(uses or {})
         for p in self._bucket_of:
             p.register_post_accumulate_grad_hook(self.arrived)
 
@@ -103,12 +105,12 @@ class GradientReducer:
         return not self._group_of and not self._sums
 
     def begin(self, micro_batches: int) -> None:
-        """Expect that many backward passes."""
+        """Expect the backward passes of that many micro-batches."""
         self._earlier = {p: p.grad for p in self._parameters if p.grad is not None}
         for p in self._earlier:
             p.grad = None
         # A parameter that got no gradient in the last step would hold back its bucket and all after it.
-        self._missing = {p: micro_batches for p in self._bucket_of if p not in self._silent}
+        self._missing = {p: micro_batches * self._uses.get(p, 1) for p in self._bucket_of if p not in self._silent}
         self._unready = [sum(p in self._missing for p in bucket.members) for bucket in self._buckets]
         self._sent, self._next_bucket, self._active = set(), 0, True
         for bucket in self._buckets:

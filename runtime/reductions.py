@@ -24,7 +24,11 @@ def gradient_reducer(
             continue
         groups[parameter] = world.data_group(over_cp="cp" in state.shards[name].grad_partial)
     sums = [*_partial_sums(state, world), *_tied_sums(state, world)]
-    reducer = GradientReducer(groups, sums, bucket_bytes=bucket_bytes, overlap=overlap, wide=wide)
+    uses = {
+        parameter: sum(any(shard.name == name for shard in stage.parameters.values()) for stage in state.own_stages)
+        for name, parameter in state.parameters.items()
+    }
+    reducer = GradientReducer(groups, sums, uses=uses, bucket_bytes=bucket_bytes, overlap=overlap, wide=wide)
     state.copies.on_gradient = reducer.arrived
     return reducer
 

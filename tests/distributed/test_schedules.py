@@ -35,6 +35,13 @@ def llama() -> tuple[nn.Module, dict[str, Any]]:
     return models.llama4kv_tiny(), models.default_batch()
 
 
+def shared_layers() -> tuple[nn.Module, dict[str, Any]]:
+    """Both chunks of the second rank, and only they, read one norm: the last to get its gradient there."""
+    model: Any = models.tiny_gpt()
+    model.blocks[3].norm1 = model.blocks[1].norm1
+    return model, models.default_batch()
+
+
 def _check(factory: Any, wanted: list[Plan]) -> None:
     failed = [r.text() for r in verify_plans(factory, wanted, timeout_s=250) if not r.passed]
     assert not failed, "\n\n".join(failed)
@@ -65,6 +72,11 @@ def test_two_ranks() -> None:
 @pytest.mark.parametrize("degrees", [Degrees(pp=2, tp=2), Degrees(pp=2, dp=2), Degrees(pp=2, cp=2)], ids=str)
 def test_with_another_axis(degrees: Degrees) -> None:
     _check(llama, [_plan("llama", degrees, "interleaved", 2), _plan("llama", degrees, "zero-bubble")])
+
+
+def test_a_weight_of_two_stages_on_a_rank_is_summed_when_both_have_added_to_it() -> None:
+    both = Degrees(pp=2, dp=2)
+    _check(shared_layers, [_plan("tiny_gpt", both, s, 2, micro_batch=1) for s in ("interleaved", "zero-bubble")])
 
 
 def test_four_stages_and_four_ranks_of_two() -> None:
