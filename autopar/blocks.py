@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -40,9 +41,15 @@ def op_name(node: fx.Node) -> str:
     name for a function."""
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
-        library, _, name = target._schema.name.partition("::")
-        return name if library in ("aten", "prim") else f"{library}.{name}"
+        return _overload_name(target)
     return getattr(target, "__name__", str(target))
+
+
+@cache
+def _overload_name(target: torch._ops.OpOverload) -> str:
+    """A search asks for millions of names, and a schema is slow to read."""
+    library, _, name = target._schema.name.partition("::")
+    return str(name if library in ("aten", "prim") else f"{library}.{name}")
 
 
 def _mark_gradient_flow(graph: fx.Graph, parameters: Mapping[str, ParameterSpec]) -> None:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import sympy
@@ -118,7 +119,7 @@ class TracedModel:
     repeated_layers: tuple[str, ...] = ()
     notices: tuple[str, ...] = field(default_factory=tuple)
 
-    @property
+    @cached_property
     def layers(self) -> tuple[Segment, ...]:
         return tuple(s for s in self.segments if s.kind == "layer")
 

@@ -2,7 +2,9 @@
 
     partition, analytic bound   compute at 1/(tp cp) of one rank, nothing else
     partition, in proportion    from prices of blocks that are known already
-    setting                     exact block prices, stages of equal time, least tail
+    partition, blocks           exact block prices
+    setting                     stages of equal time, least tail
+    setting, sharp              and the memory of every stage (settings that differ in schedule and chunks at once)
     setting, solved             the pipeline problem, cut off at the incumbent
 
 The search ends when the least bound is above the incumbent, which is then optimal over the whole space. Alternatives
@@ -19,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar.cost_model.candidates import Partition, Setting
+from autopar.cost_model.candidates import Partition, Setting, SettingGroup
 from autopar.cost_model.evaluate import Evaluation, Evaluator
 
 __all__ = ["BranchAndBound", "Counts", "rank"]
@@ -31,7 +33,7 @@ _ALTERNATIVE_LOOKS = 60
 _SAME = 1 + 1e-9
 """Steps that agree to nine digits are ties."""
 
-_ANALYTIC, _PROPORTIONAL, _SETTING = range(3)
+_ANALYTIC, _PROPORTIONAL, _BLOCKS, _SETTING = range(4)
 
 Layout = tuple[Any, bool]
 
@@ -56,9 +58,15 @@ class _Node:
 
 @dataclass
 class _Waiting:
-    """Settings of a partition by bound, the least last."""
+    """Settings of a partition, (bound, group, run), the least bound last; `sharp`: groups whose bounds see memory."""
 
-    settings: list[tuple[float, Setting]]
+    groups: list[SettingGroup]
+    settings: list[tuple[float, int, int]]
+    sharp: set[int] = field(default_factory=set)
+
+    def next(self) -> Setting:
+        _, group, run = self.settings[-1]
+        return self.groups[group].setting(run)
 
 
 def rank(e: Evaluation) -> tuple[Any, ...]:
@@ -67,17 +75,17 @@ def rank(e: Evaluation) -> tuple[Any, ...]:
 
 
 class BranchAndBound:
-    """One run over the partitions. `settings_of` lists the settings of one; after `run`, no setting that was not solved
+    """One run over the partitions. `groups_of` lists the settings of one; after `run`, no setting that was not solved
     is faster than `proven_s`."""
 
     def __init__(
         self,
         evaluator: Evaluator,
         bounds: dict[Partition, float],
-        settings_of: Callable[[Partition], list[Setting]],
+        groups_of: Callable[[Partition], list[SettingGroup]],
         deadline: float = np.inf,
     ) -> None:
-        self._evaluator, self._settings_of, self._deadline = evaluator, settings_of, deadline
+        self._evaluator, self._groups_of, self._deadline = evaluator, groups_of, deadline
         self._queue = [_Node(bound, p.order, _ANALYTIC, p) for p, bound in bounds.items()]
         heapq.heapify(self._queue)
         self.best_of_layout: dict[Layout, Evaluation] = {}
@@ -103,7 +111,7 @@ class BranchAndBound:
         own, looks = _layout(best.setting.partition), self.counts.solved + _ALTERNATIVE_LOOKS
         while self._queue and self.counts.solved < looks and not self._is_late():
             node = heapq.heappop(self._queue)
-            layout = _layout(node.item if node.kind != _SETTING else node.item.settings[-1][1].partition)
+            layout = _layout(node.item if node.kind != _SETTING else node.item.groups[0].partition)
             known = self.best_of_layout.get(layout)
             others = sorted(e.step_s for k, e in self.best_of_layout.items() if k != own)
             if len(others) >= ALTERNATIVES and others[ALTERNATIVES - 1] <= node.bound_s:
@@ -120,32 +128,48 @@ class BranchAndBound:
     def _look(self, node: _Node, cutoff_s: float) -> Evaluation | None:
         """Sharpen a partition's bound, bring in its settings, or solve a setting."""
         if node.kind == _SETTING:
-            _, setting = node.item.settings.pop()
-            self._wait(node.item)
-            return self._solve(setting, cutoff_s)
+            return self._next_of(node.item, cutoff_s)
         partition: Partition = node.item
-        if node.kind == _ANALYTIC:
-            sharper = self._evaluator.rough_bound_s(partition)
-            if sharper > node.bound_s:
-                heapq.heappush(self._queue, _Node(sharper, node.order, _PROPORTIONAL, partition))
+        evaluator = self._evaluator
+        for kind, sharper_s in ((_PROPORTIONAL, evaluator.rough_bound_s), (_BLOCKS, evaluator.block_bound_s)):
+            if node.kind < kind and (bound_s := sharper_s(partition)) > node.bound_s:
+                heapq.heappush(self._queue, _Node(bound_s, node.order, kind, partition))
                 return None
         self.counts.expanded += 1
-        settings = self._settings_of(partition)
-        self.counts.bounded += len(settings)
-        waiting = _Waiting([])
-        for setting, exact_s in zip(settings, self._evaluator.bounds_s(settings), strict=True):
-            if np.isfinite(exact_s):
-                waiting.settings.append((max(node.bound_s, exact_s), setting))
-        waiting.settings.sort(key=lambda entry: entry[0])
-        waiting.settings.reverse()
+        groups = self._groups_of(partition)
+        self.counts.bounded += sum(len(group.runs) for group in groups)
+        settings = [entry for g in range(len(groups)) for entry in self._bounded(groups, g, node.bound_s)]
+        self._wait(_Waiting(groups, settings))
+        return None
+
+    def _next_of(self, waiting: _Waiting, cutoff_s: float) -> Evaluation | None:
+        """Solve a partition's next setting, or sharpen the bounds of its group where that has not been done."""
+        _, group, _ = waiting.settings[-1]
+        if group in waiting.sharp:
+            setting = waiting.next()
+            waiting.settings.pop()
+            self._wait(waiting)
+            return self._solve(setting, cutoff_s)
+        others = [entry for entry in waiting.settings if entry[1] != group]
+        sharper = self._bounded(waiting.groups, group, waiting.settings[-1][0], sharp=True)
+        self.counts.too_big += len(waiting.settings) - len(others) - len(sharper)
+        waiting.settings = others + sharper
+        waiting.sharp.add(group)
         self._wait(waiting)
         return None
+
+    def _bounded(
+        self, groups: list[SettingGroup], index: int, least_s: float, *, sharp: bool = False
+    ) -> list[tuple[float, int, int]]:
+        """Settings of a group that may fit, with bounds of at least `least_s`."""
+        bounds = self._evaluator.bounds_s(groups[index], sharp=sharp)
+        return [(max(least_s, bound_s), index, run) for run, bound_s in enumerate(bounds.tolist()) if bound_s < np.inf]
 
     def _wait(self, waiting: _Waiting) -> None:
         """A partition's settings queue as one, under the bound of the first."""
         if waiting.settings:
-            bound_s, setting = waiting.settings[-1]
-            heapq.heappush(self._queue, _Node(bound_s, setting.order, _SETTING, waiting))
+            waiting.settings.sort(reverse=True)
+            heapq.heappush(self._queue, _Node(waiting.settings[-1][0], waiting.next().order, _SETTING, waiting))
 
     def _solve(self, setting: Setting, cutoff_s: float) -> Evaluation | None:
         self.counts.solved += 1

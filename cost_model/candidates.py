@@ -19,8 +19,10 @@ __all__ = [
     "ModelLimits",
     "Partition",
     "Setting",
+    "SettingGroup",
     "count_settings",
     "enumerate_partitions",
+    "groups_of",
     "lower_bound",
     "settings_of",
 ]
@@ -63,6 +65,12 @@ class Partition:
     @property
     def micro_batches(self) -> int:
         return self.global_batch // (self.degrees.dp * self.micro_batch)
+
+    @property
+    def fills_rounds(self) -> bool:
+        """True if looped schedules run: micro-batches in equal rounds, each with one for every stage."""
+        pp, m = self.degrees.pp, self.micro_batches
+        return m >= pp and m % (m // pp) == 0
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -111,6 +119,21 @@ class Setting:
         plainness = ("1f1b", "gpipe", "interleaved", "zero-bubble").index(self.schedule)
         exchange = ("ring", "all-gather", "all-to-all").index(self.exchange)
         return (*self.partition.order, self.zero, self.zero_group, self.virtual_stages, plainness, exchange)
+
+
+@dataclass(frozen=True)
+class SettingGroup:
+    """Settings of a partition that differ in schedule and chunks a rank only; `runs`: (schedule, chunks) of each."""
+
+    partition: Partition
+    zero: int
+    zero_group: int
+    exchange: str
+    runs: tuple[tuple[str, int], ...]
+
+    def setting(self, index: int) -> Setting:
+        schedule, chunks = self.runs[index]
+        return Setting(self.partition, schedule, chunks, self.zero, self.zero_group, self.exchange)
 
 
 def enumerate_partitions(
@@ -171,30 +194,29 @@ def _partitions(
                     yield partition
 
 
-def settings_of(partition: Partition, limits: ModelLimits, pins: Pins) -> list[Setting]:
+def groups_of(partition: Partition, limits: ModelLimits, pins: Pins) -> list[SettingGroup]:
     """Every way to run a partition that the pins and the runtime allow."""
     d = partition.degrees
     exchanges = limits.exchanges(d.cp, d.tp) if d.cp > 1 else ("ring",)
-    found = []
-    for schedule, chunks in _schedules(partition, limits, pins):
-        for zero, group in _zero_levels(d, limits.spans, pins):
-            if zero and schedule == "zero-bubble" and d.pp > 1:
-                continue  # FSDP would reduce before the split backward has made weight gradients
-            for exchange in exchanges:
-                if d.cp == 1 or pins.context_parallel in (None, exchange):
-                    found.append(Setting(partition, schedule, chunks, zero, group, exchange))
-    return found
+    runs = tuple(_schedules(partition, limits, pins))
+    whole = tuple(run for run in runs if run[0] != "zero-bubble" or d.pp == 1)
+    return [
+        # under zero-bubble FSDP would reduce before the split backward has made weight gradients
+        SettingGroup(partition, zero, group, exchange, whole if zero else runs)
+        for zero, group in _zero_levels(d, limits.spans, pins)
+        for exchange in exchanges
+        if (d.cp == 1 or pins.context_parallel in (None, exchange)) and (whole if zero else runs)
+    ]
+
+
+def settings_of(partition: Partition, limits: ModelLimits, pins: Pins) -> list[Setting]:
+    """All settings of `groups_of`."""
+    return [group.setting(i) for group in groups_of(partition, limits, pins) for i in range(len(group.runs))]
 
 
 def count_settings(partition: Partition, limits: ModelLimits, pins: Pins) -> int:
     """Number of `settings_of`."""
-    d = partition.degrees
-    kinds = [k for k in limits.exchanges(d.cp, d.tp) if pins.context_parallel in (None, k)] if d.cp > 1 else ["ring"]
-    levels = list(_zero_levels(d, limits.spans, pins))
-    whole = sum(zero == 0 for zero, _ in levels)
-    schedules = [schedule for schedule, _ in _schedules(partition, limits, pins)]
-    split = schedules.count("zero-bubble")
-    return len(kinds) * ((len(schedules) - split) * len(levels) + split * whole)
+    return sum(len(group.runs) for group in groups_of(partition, limits, pins))
 
 
 def _schedules(partition: Partition, limits: ModelLimits, pins: Pins) -> Iterator[tuple[str, int]]:
@@ -214,7 +236,7 @@ def _schedules(partition: Partition, limits: ModelLimits, pins: Pins) -> Iterato
         yield "1f1b", 1
     if asked("gpipe") and (m < pp or pins.schedule == "gpipe"):
         yield "gpipe", 1
-    if m < pp or m % (m // pp):
+    if not partition.fills_rounds:
         return
     if limits.splits_backward and asked("zero-bubble") and pins.zero in (None, 0):
         yield "zero-bubble", 1

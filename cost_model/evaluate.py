@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from fractions import Fraction
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from autopar.cost_model.candidates import SEGMENTS, Partition, Setting, lower_bound
+from autopar.cost_model.candidates import SEGMENTS, Partition, Setting, SettingGroup, lower_bound
 from autopar.cost_model.comm_cost import GroupCost, group_cost
 from autopar.cost_model.constant_table import load_constants
 from autopar.cost_model.memory import Recipe, state_bytes
 from autopar.cost_model.model_prices import BlockPrices, ModelPrices
+from autopar.cost_model.own_stack import own_traits
 from autopar.cost_model.pipeline_ilp import PipelineSolution, prove, solve_pipeline
+from autopar.cost_model.setting_bounds import SettingBounds
 from autopar.cost_model.setting_collectives import collectives_of
-from autopar.cost_model.setting_price import TIME_PARTS, SettingPrice
-from autopar.cost_model.stage_table import StageTable
-from autopar.cost_model.step_price import Unit, overhead_s, slowdown
+from autopar.cost_model.setting_price import EXCHANGES, TIME_PARTS, SettingPrice
+from autopar.cost_model.stage_table import Floats, StageTable
+from autopar.cost_model.step_price import exchange_s, overhead_s, slowdown
 from autopar.mesh import Degrees
 from autopar.specs import ClusterSpec, Pins
 
@@ -55,9 +57,10 @@ class Evaluator:
         self.segments = SEGMENTS if pins.checkpoint_segment is None else (pins.checkpoint_segment,)
         self._constants = load_constants().of(cluster.device)
         self._parameter_count = prices.traced.parameter_count
-        self._whole_s: dict[tuple[int, int, bool, int], float] = {}
+        self._whole_s: dict[tuple[int, bool], _KnownPrices] = defaultdict(_KnownPrices)
         self._singles: dict[int, tuple[float, float]] = {}
         self.splits_backward = splits_backward
+        self._exchange = pins.context_parallel
         self.degrees_of_tp = sorted({p.degrees.tp for p in partitions})
 
     def blocks(self, partition: Partition) -> BlockPrices:
@@ -77,23 +80,14 @@ class Evaluator:
         cutoff = price.without_overhead(cutoff_s)
         best, bound_s = None, np.inf
         for segment in self.segments_of(price):
-            if (segment,) == self.segments[1:2] and not self._could_help(price, cutoff):
-                break
             found = solve_pipeline(price.problem(segment), cutoff_s=cutoff)
             if isinstance(found, float):
                 bound_s = min(bound_s, found)
             elif best is None or found.step_s < best.step_s * (1 - 1e-12):
-                best, cutoff = found, min(cutoff, found.step_s)
+                best, cutoff = found, min(cutoff, found.step_s * (1 - 1e-12))
         if best is None:
             return Evaluation(setting, None, np.inf, price.with_overhead(bound_s))
         return Evaluation(setting, best, price.with_overhead(best.step_s), price.with_overhead(best.step_s))
-
-    def _could_help(self, price: SettingPrice, cutoff: float) -> bool:
-        """False if even the longest segment at the working set of the shortest were no faster."""
-        problem = price.problem(self.segments[-1])
-        loose = replace(problem, classes=tuple(replace(c, whole_bytes=0.0) for c in problem.classes))
-        found = solve_pipeline(loose, cutoff_s=cutoff)
-        return not isinstance(found, float) and found.step_s < cutoff * (1 - 1e-12)
 
     def segments_of(self, price: SettingPrice) -> tuple[int, ...]:
         """Segments make sense for equal layers that can be recomputed whole, and no longer than a stage."""
@@ -131,22 +125,21 @@ class Evaluator:
         return Evaluation(setting, None, np.inf, needed_bytes=needed + self.cluster.device.reserved_bytes,
                           binding_stage=stage)  # fmt: skip
 
-    def bounds_s(self, settings: Sequence[Setting]) -> list[float]:
-        """Lower bounds of the step of settings of one partition, in seconds, with exact block prices; inf where the
-        states of the average stage, and what one layer keeps, do not fit."""
-        room = self.cluster.device.memory_bytes - self.cluster.device.reserved_bytes
-        alike: dict[tuple[int, int, str], list[Setting]] = {}
-        for setting in settings:
-            alike.setdefault((setting.zero, setting.zero_group, setting.exchange), []).append(setting)
-        bounds: dict[Setting, float] = {}
-        held, kept = self._held(settings[0].partition)
-        for group in alike.values():
-            if held * self._state_bytes(group[0]) + kept > room:
-                bounds.update(dict.fromkeys(group, np.inf))
-                continue
-            price = self.price(group[0])
-            bounds.update(zip(group, map(price.with_overhead, price.bounds_s(group)), strict=True))
-        return [bounds[s] for s in settings]
+    def bounds_s(self, group: SettingGroup, *, sharp: bool = False) -> Floats:
+        """Lower bounds of the step of every run of a group, in seconds, with exact block prices; inf where the states
+        of the average stage, and what one layer keeps, do not fit. `sharp`: with the memory of every stage."""
+        first = group.setting(0)
+        if self.least_bytes(first) > self.cluster.device.memory_bytes - self.cluster.device.reserved_bytes:
+            return np.full(len(group.runs), np.inf)
+        price = self.price(first)
+        bounds = SettingBounds(price, group)
+        busy_s = bounds.sharp(self._longest_segment(price)) if sharp else bounds.quick()
+        found: Floats = busy_s * price.step.slowdown + price.step.overhead_s
+        return found
+
+    def _longest_segment(self, price: SettingPrice) -> int:
+        """Of any setting with the partition of this one's."""
+        return max(self.segments) if "full" in self.modes and price.equal_layers else 1
 
     def least_bytes(self, setting: Setting) -> float:
         """No cut needs less on its fullest rank."""
@@ -174,23 +167,52 @@ class Evaluator:
         return self._singles[micro_batch]
 
     def rough_bound_s(self, partition: Partition) -> float:
-        """Lower bound in proportion, in seconds, from prices that are known; gets sharper while the search goes on.
+        """Lower bound from prices that are known, in seconds; gets sharper while the search goes on.
 
-        Every price is a sum of maxima of affine functions of a rank's tokens with non-negative constants, so the price
-        per token never rises with them; and a layout over tp ranks is one over fewer, where an op takes at most so much
-        longer as there are fewer ranks, and so does a collective if `GroupCost.scales_from` says so.
+        Every price is a sum of maxima of affine functions of a rank's tokens with non-negative constants, so it never
+        falls with them, and the price per token never rises. (Where cp differs: of tensors without a sequence more cp
+        makes no less, and what has no batch, such as positions, is left out.) So prices over as much cp or less bound
+        it from both sides. And a layout over tp ranks is one over fewer, where an
+        op takes at most so much longer as there are fewer ranks, and so does a collective if `GroupCost.scales_from`
+        says so.
         """
         d, sharding = partition.degrees, partition.sequence_sharding
-        own = Fraction(partition.micro_batch, d.cp)
         group = group_cost(self.cluster, d, "tp")
-        best = 0.0
+        whole_s = 0.0
         for tp in self.degrees_of_tp:
-            if d.tp % tp or (tp != d.tp and not group.scales_from(self._tp_group(partition, tp))):
+            if d.tp % tp == 0 and (tp == d.tp or group.scales_from(self._tp_group(partition, tp))):
+                known = self._whole_s[tp, sharding]
+                whole_s = max(whole_s, known.least(partition.micro_batch, d.cp) * tp / d.tp)
+        whole_s += self._least_exchange_s(partition)
+        return self._with_overhead(self._least_passes(partition) * whole_s / d.pp)
+
+    def block_bound_s(self, partition: Partition) -> float:
+        """Lower bound with exact prices of the blocks, in seconds.
+
+        Raises InfeasiblePlanError if a pinned placement fits no strategy."""
+        blocks, d = self.blocks(partition), partition.degrees
+        known = self._whole_s[d.tp, partition.sequence_sharding]
+        whole_s = self._busy_s(blocks, partition.sequence_sharding)
+        known.add(partition.micro_batch, d.cp, whole_s, self.prices.batch_free_s(d.cp))
+        whole_s += self._least_exchange_s(partition)
+        return self._with_overhead(self._least_passes(partition) * whole_s / d.pp)
+
+    def _least_exchange_s(self, partition: Partition) -> float:
+        """Lower bound of a micro-batch's exchanges over cp: keys cut over all of tp, rings hidden as far as can be."""
+        d = partition.degrees
+        if d.cp == 1:
+            return 0.0
+        group, hidden = group_cost(self.cluster, d, "cp"), self._constants["cp_hidden"]
+        share, work = partition.micro_batch / (d.cp * d.tp), (np.inf, np.inf)
+        totals = []
+        for name in self.prices.exchanges(d.cp, d.tp):
+            if self._exchange not in (None, name):
                 continue
-            known = [key for key in self.prices.priced_sizes(tp, sharding) if Fraction(*key) >= own]
-            if known:  # the nearest size has the highest price per token
-                best = max(best, self._in_proportion(partition, tp, *min(known, key=lambda key: Fraction(*key))))
-        return self._with_overhead(best)
+            kind = EXCHANGES[name]
+            each = [n * exchange_s(kind, group, hidden, keys * share, queries * share, work, again=False)
+                    for n, keys, queries in self.prices.attention_bytes]  # fmt: skip
+            totals.append(sum(each))
+        return min(totals, default=0.0)
 
     def _with_overhead(self, busy_s: float) -> float:
         return busy_s * slowdown(self.cluster, self._constants) + overhead_s(self.cluster, self._constants)
@@ -199,20 +221,29 @@ class Evaluator:
         d = partition.degrees
         return group_cost(self.cluster, Degrees(pp=d.pp, cp=d.cp, tp=tp, dp=d.dp * d.tp // tp), "tp")
 
-    def _in_proportion(self, partition: Partition, tp: int, size: int, cp: int) -> float:
-        d, key = partition.degrees, (tp, cp, partition.sequence_sharding, size)
-        if key not in self._whole_s:
-            blocks = self.prices.known(*key)
-            whole_s = sum(n * _busy_s(blocks.layers[c].unit) for c, n in self.prices.repeats.items())
-            self._whole_s[key] = whole_s + _busy_s(blocks.prologue) + _busy_s(blocks.epilogue)
-        share = partition.micro_batch * cp * tp / (d.cp * size * d.tp)
-        return self._least_passes(partition) * self._whole_s[key] * share / d.pp
+    def _busy_s(self, blocks: BlockPrices, sequence_sharding: bool) -> float:
+        """Compute and exposed communication over tp of a micro-batch through the whole model; of the sums that weight
+        gradients can hide, no more than what is never hidden."""
+        overlap = own_traits(self.cluster.stack, self.recipe, 0, sequence_sharding=sequence_sharding,
+                             schedule="1f1b").overlap  # fmt: skip
+        exposed = 1 - (self._constants["tp_hidden"] if "tp" in overlap else 0.0)
+        behind = self._constants["tp_linear_hidden"] if "tp_linear" in overlap else 0.0
+        total = 0.0
+        for c, n in self.prices.repeats.items():
+            p = blocks.layers[c].unit.price
+            tp_s = p.forward_communication_s + p.backward_communication_s - behind * p.backward_reduction_s
+            total += n * (p.forward_s + p.backward_s + exposed * tp_s)
+        for end in (blocks.prologue, blocks.epilogue):
+            p = end.price
+            total += p.forward_s + p.backward_s + p.forward_communication_s + p.backward_communication_s
+        return total
 
     def _least_passes(self, partition: Partition) -> float:
         """Times the mean stage counts in any step: micro-batches, and the bubble of the most chunks there can be."""
         pp, layers = partition.degrees.pp, len(self.prices.traced.layers)
-        chunks = max(1, layers // pp) if len(self.prices.classes) == 1 else 1
-        return partition.micro_batches + (0.0 if self.splits_backward else (pp - 1) / chunks)
+        loops = partition.fills_rounds
+        chunks = max(1, layers // pp) if loops and len(self.prices.classes) == 1 else 1
+        return partition.micro_batches + (0.0 if loops and self.splits_backward else (pp - 1) / chunks)
 
     def surely_too_big(self, partition: Partition) -> bool:
         """True if no layout and no cut fits: parameters, gradients and optimizer spread evenly over all ranks, and
@@ -225,6 +256,22 @@ class Evaluator:
         return static + kept > device.memory_bytes - device.reserved_bytes
 
 
-def _busy_s(unit: Unit) -> float:
-    p = unit.price
-    return p.forward_s + p.backward_s + p.forward_communication_s + p.backward_communication_s
+class _KnownPrices:
+    """Seconds of a micro-batch through the whole model, by its size and cp."""
+
+    def __init__(self) -> None:
+        self._size, self._cp, self._whole_s, self._per_token_s = (np.zeros(0) for _ in range(4))
+        self._keys: set[tuple[int, int]] = set()
+
+    def add(self, size: int, cp: int, whole_s: float, batch_free_s: float) -> None:
+        if (size, cp) not in self._keys:
+            self._keys.add((size, cp))
+            self._size, self._cp = np.append(self._size, size), np.append(self._cp, cp)
+            self._whole_s = np.append(self._whole_s, whole_s)
+            self._per_token_s = np.append(self._per_token_s, max(0.0, whole_s - batch_free_s))
+
+    def least(self, size: int, cp: int) -> float:
+        """Lower bound; 0 where nothing is known."""
+        share = np.minimum(1.0, size * self._cp / (cp * self._size))
+        known_s = np.where(self._cp == cp, self._whole_s, np.where(self._cp < cp, self._per_token_s, 0.0))
+        return float((known_s * share).max(initial=0.0))

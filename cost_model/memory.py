@@ -11,8 +11,11 @@ bytes per parameter      parameter  gradient  master  each Adam moment
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from autopar.errors import SpecError, nearest
@@ -22,6 +25,7 @@ __all__ = [
     "COMPUTE_DTYPES",
     "LayerBytes",
     "Recipe",
+    "flights",
     "gathered_bytes",
     "in_flight",
     "loss_bytes",
@@ -29,6 +33,8 @@ __all__ = [
     "recipe",
     "state_bytes",
 ]
+
+Floats = npt.NDArray[np.float64]
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "logits", "communication", "reserved")
 
@@ -162,3 +168,15 @@ def in_flight(schedule: str, stage: int, stages: int, micro_batches: int, virtua
     in_round = micro_batches // max(1, micro_batches // stages)
     chunks = (stages - stage - 1) * 2 + (virtual_stages - 1) * in_round + 1
     return min(micro_batches * virtual_stages, chunks) / virtual_stages
+
+
+def flights(runs: Sequence[tuple[str, int]], stages: int, micro_batches: int) -> Floats:
+    """`in_flight` of every stage under several (schedule, chunks a rank): [run, stage]."""
+    v = np.array([chunks for _, chunks in runs], dtype=np.float64)[:, None]
+    after = np.arange(stages, dtype=np.float64)[::-1]
+    in_round = micro_batches // max(1, micro_batches // stages)
+    found: Floats = np.minimum(micro_batches * v, 2 * after + (v - 1) * in_round + 1) / v
+    for row, (schedule, chunks) in enumerate(runs):
+        if chunks == 1 or stages == 1:
+            found[row] = [in_flight(schedule, s, stages, micro_batches, chunks) for s in range(stages)]
+    return found

@@ -14,7 +14,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["LayerClass", "LayerMode", "Mixes", "class_mixes", "merged"]
+__all__ = ["LayerClass", "LayerMode", "Mixes", "class_mixes", "leanest", "merged"]
 
 Floats = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
@@ -71,17 +71,31 @@ def class_mixes(layer: LayerClass, count: int, segment: int = 1, chunks: int = 1
     transient = np.zeros(len(choice))
     for k, mode in enumerate(modes):
         layers = choice[:, k]
-        units, working = layers, np.full(len(choice), mode.transient_bytes)
+        own, working = layers * mode.saved_bytes, np.where(layers > 0, mode.transient_bytes, 0.0)
         if mode.name == "full" and segment > 1:
-            units = _segments(layers, segment, chunks)
-            longest = np.minimum(-(-layers // chunks), segment)
-            working = working + np.maximum(longest - 1, 0) * layer.whole_bytes
-        kept += units * mode.saved_bytes
-        transient = np.maximum(transient, np.where(layers > 0, working, 0.0))
+            own, working = _recomputed_whole(mode, layers, layer.whole_bytes, segment, chunks)
+        kept += own
+        transient = np.maximum(transient, working)
     time_s: Floats = choice.astype(np.float64) @ np.array([mode.time_s for mode in modes], dtype=np.float64)
     wide = np.zeros((len(choice), len(layer.modes)), dtype=np.int64)
     wide[:, [layer.modes.index(mode) for mode in modes]] = choice
     return Mixes(time_s, kept, transient, wide)
+
+
+def leanest(layer: LayerClass, count: int, segment: int = 1, chunks: int = 1) -> tuple[Floats, Floats]:
+    """(kept bytes, working bytes) that no mix of `count` layers goes below, by the number of layers in mode "full": the
+    bytes of the leanest of the other modes, the working set of the smallest."""
+    full = [mode for mode in layer.modes if mode.name == "full"]
+    others = [mode for mode in layer.modes if mode.name != "full"]
+    layers = np.arange(count + 1) if full and others else np.array([count if full else 0])
+    kept, working = np.zeros(len(layers)), np.zeros(len(layers))
+    if full:
+        kept, working = _recomputed_whole(full[0], layers, layer.whole_bytes, segment, chunks)
+    if others:
+        kept = kept + (count - layers) * min(mode.saved_bytes for mode in others)
+        least = min(mode.transient_bytes for mode in others)
+        working = np.where(layers < count, np.maximum(working, least), working)
+    return kept, working
 
 
 def merged(first: Mixes, second: Mixes) -> Mixes:
@@ -137,6 +151,16 @@ def _segments(layers: Counts, segment: int, chunks: int) -> Counts:
     """Segments of `layers` recomputed layers that are spread evenly over the chunks."""
     each, more = layers // chunks, layers % chunks
     return more * -(-(each + 1) // segment) + (chunks - more) * -(-each // segment)
+
+
+def _recomputed_whole(
+    mode: LayerMode, layers: Counts, whole_bytes: float, segment: int, chunks: int
+) -> tuple[Floats, Floats]:
+    """(kept bytes, working bytes) of numbers of layers in mode "full"."""
+    longest = np.minimum(-(-layers // chunks), segment)
+    working = mode.transient_bytes + np.maximum(longest - 1, 0) * whole_bytes
+    kept = (_segments(layers, segment, chunks) * mode.saved_bytes).astype(np.float64)
+    return kept, np.where(layers > 0, working, 0.0).astype(np.float64)
 
 
 def _pareto(mixes: Mixes) -> Mixes:

@@ -20,6 +20,7 @@ from torch import fx
 
 from autopar.blocks import op_name
 from autopar.cost_model.attention_bytes import AttentionBytes
+from autopar.cost_model.batch_free import batch_free_s
 from autopar.cost_model.block_ilp import BlockSolution
 from autopar.cost_model.block_layout import BlockWork, block_work, price_work, replicated
 from autopar.cost_model.block_measures import BlockFormulas, BlockMeasures
@@ -42,6 +43,9 @@ from autopar.plan import match_path
 __all__ = ["BlockPrices", "LayerPrice", "ModelPrices", "SolverCounts"]
 
 _SDPA = "scaled_dot_product_attention"
+
+_STRIDE = 16
+"""How far beyond a size that is asked for the next layout is solved."""
 
 Layout = dict[fx.Node, NodeStrategy]
 
@@ -127,12 +131,13 @@ class ModelPrices:
         self._tables: dict[int, Mapping[fx.Node, Sequence[NodeStrategy]]] = {}
         self._measures: dict[tuple[str, int, int], BlockMeasures] = {}
         self._layouts: dict[tuple[str, int, bool], dict[Fraction, Layout]] = defaultdict(dict)
+        self._batch_free_s: dict[int, float] = {}
         self._prices: dict[tuple[int, int, bool, int], BlockPrices] = {}
 
     def on_machine(self, machine: Machine) -> ModelPrices:
         """The same blocks on other devices, in the layouts that are or will be found here: a plan has one layout."""
         other = copy(self)
-        other.machine, other._prices = machine, {}
+        other.machine, other._prices, other._batch_free_s = machine, {}, {}
         return other
 
     def strategies(self, tp: int) -> Mapping[fx.Node, Sequence[NodeStrategy]]:
@@ -162,8 +167,7 @@ class ModelPrices:
         mask, dropout) or an op cannot be cut; all-to-all needs heads for every rank."""
         if not self._cuts_keys:
             return ()
-        pairs = [h for node in self._attentions() for h in (_heads_of(node, 0), _heads_of(node, 1))]
-        spread = all(h % tp == 0 and h // tp % cp == 0 for h in pairs)
+        spread = all(h % tp == 0 and h // tp % cp == 0 for h in self._head_counts)
         return ("ring", "all-gather", "all-to-all") if spread else ("ring", "all-gather")
 
     @cached_property
@@ -171,6 +175,23 @@ class ModelPrices:
         """True if every attention has a kernel that goes round the ranks for its keys."""
         found = [attention_over_sequence(n) for n in self._attentions()]
         return bool(found) and all(options and options[0].inputs[1] == Shard(2) for options in found)
+
+    @cached_property
+    def attention_bytes(self) -> list[tuple[int, float, float]]:
+        """(layers, keys and values, queries) of every attention of a layer class, in bytes of one whole sequence."""
+        found = []
+        for c, block in self.blocks.items():
+            size = self.measures(c, 1).tensor_bytes
+            for node in block.nodes:
+                if op_name(node) == _SDPA:
+                    query, *keys = (size.get(n, 0.0) for n in node.all_input_nodes[:3])
+                    found.append((self.repeats[c], sum(keys), query))
+        return found
+
+    @cached_property
+    def _head_counts(self) -> set[int]:
+        """Numbers of query heads and of key heads."""
+        return {h for node in self._attentions() for h in (_heads_of(node, 0), _heads_of(node, 1))}
 
     def _attentions(self) -> list[fx.Node]:
         return [n for block in (*self.blocks.values(), self.glue) for n in block.nodes if op_name(n) == _SDPA]
@@ -207,22 +228,23 @@ class ModelPrices:
         """Layers of each class."""
         return Counter(segment.class_id for segment in self.traced.layers)
 
+    def batch_free_s(self, cp: int) -> float:
+        """At least the seconds a micro-batch spends on tensors that have no batch dim, such as positions, over cp."""
+        if cp not in self._batch_free_s:
+            blocks = (*self.blocks.values(), self.glue)
+            self._batch_free_s[cp] = sum(
+                self.repeats.get(b.name, 1)
+                * batch_free_s(self.traced.batch, self.measures(b.name, 1, cp), self.machine)
+                for b in blocks
+            )
+        return self._batch_free_s[cp]
+
     def at(self, tp: int, cp: int, sequence_sharding: bool, micro_batch: int, group: GroupCost) -> BlockPrices:
         """Prices; `group` is the tp group. Raises InfeasiblePlanError if a pinned placement fits no strategy."""
         key = (tp, cp, sequence_sharding, micro_batch)
         if key not in self._prices:
             self._prices[key] = self._price(tp, cp, sequence_sharding, micro_batch, group)
         return self._prices[key]
-
-    def known(self, tp: int, cp: int, sequence_sharding: bool, micro_batch: int) -> BlockPrices:
-        """Prices that `at` has given before."""
-        return self._prices[tp, cp, sequence_sharding, micro_batch]
-
-    def priced_sizes(self, tp: int, sequence_sharding: bool) -> list[tuple[int, int]]:
-        """(micro-batch, cp) whose prices are known."""
-        return [
-            (size, cp) for degree, cp, sharding, size in self._prices if (degree, sharding) == (tp, sequence_sharding)
-        ]
 
     def _price(self, tp: int, cp: int, sp: bool, micro_batch: int, group: GroupCost) -> BlockPrices:
         layout: Layout = {}
@@ -299,14 +321,12 @@ class ModelPrices:
             return replicated(block.nodes)
         known, own = self._layouts[block.name, tp, sp], Fraction(micro_batch, cp)
         if own not in known:
-            ends = _around(own, known)
-            for size in ends:
-                if size not in known:
-                    known[size] = self._solve(block, tp, sp, size, group, fixed)
-            if own not in known and known[ends[0]] == known[ends[-1]]:
-                known[own] = known[ends[0]]
-            elif own not in known:
-                known[own] = self._solve(block, tp, sp, own, group, fixed)
+            for size in _probes(own, known, self.seq_len):
+                known[size] = self._solve(block, tp, sp, size, group, fixed)
+        if own not in known:
+            below, above = (pick(s for s in known if (s < own) == less) for pick, less in ((max, True), (min, False)))
+            same = known[below] == known[above]
+            known[own] = known[below] if same else self._solve(block, tp, sp, own, group, fixed)
         return known[own]
 
     def _solve(
@@ -328,12 +348,15 @@ class ModelPrices:
         return layout
 
 
-def _around(size: Fraction, known: Mapping[Fraction, Layout]) -> tuple[Fraction, Fraction]:
-    """Sizes whose layouts decide `size`: the nearest solved ones at both sides, or itself where there is none yet."""
-    return (
-        max((s for s in known if s < size), default=size),
-        min((s for s in known if s > size), default=size),
-    )
+def _probes(size: Fraction, known: Mapping[Fraction, Layout], seq_len: int) -> tuple[Fraction, ...]:
+    """What to solve so that solved sizes lie on both sides of `size`, or it is one: beyond the known ones a size far
+    out, since the layouts of all between follow if it agrees."""
+    if not known:
+        return (size,)
+    if min(known) < size < max(known):
+        return ()
+    far = size * _STRIDE if size > max(known) else size / _STRIDE
+    return (far if seq_len % far.denominator == 0 else size,)
 
 
 def _compute_s(unit: Unit) -> float:

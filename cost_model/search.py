@@ -17,8 +17,10 @@ from autopar.cost_model.candidates import (
     ModelLimits,
     Partition,
     Setting,
+    SettingGroup,
     count_settings,
     enumerate_partitions,
+    groups_of,
     settings_of,
 )
 from autopar.cost_model.compute import Machine
@@ -150,7 +152,7 @@ class Run:
         self.evaluator = self._evaluator(self.memory_bytes)
         fit = [p for p in self.partitions if not self.evaluator.surely_too_big(p)]
         self.bounds = {p: self.evaluator.analytic_bound_s(p) for p in fit}
-        self.space = BranchAndBound(self.evaluator, self.bounds, self.settings, self.deadline_s)
+        self.space = BranchAndBound(self.evaluator, self.bounds, self.groups, self.deadline_s)
 
     def _default_batch(self) -> int:
         batch = BATCH_PER_DEVICE * self.cluster.num_devices
@@ -165,6 +167,9 @@ class Run:
         own = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
         most = sizes.most_common(1)[0][0]
         return own.get(most) == self.precision and all(s.requires_grad for s in self.traced.parameters.values())
+
+    def groups(self, partition: Partition) -> list[SettingGroup]:
+        return groups_of(partition, self.limits, self.pins)
 
     def settings(self, partition: Partition) -> list[Setting]:
         return settings_of(partition, self.limits, self.pins)

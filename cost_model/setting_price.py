@@ -6,9 +6,11 @@ factor and the overhead of a step, which are the same for every setting of a clu
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
+
+import numpy as np
 
 from autopar.cost_model import memory
 from autopar.cost_model.candidates import Setting
@@ -17,11 +19,11 @@ from autopar.cost_model.memory import Recipe
 from autopar.cost_model.model_prices import BlockPrices, ModelPrices
 from autopar.cost_model.own_stack import own_traits
 from autopar.cost_model.pipeline_ilp import PipelineSolution
-from autopar.cost_model.stage_table import LayerClass, LayerMode, PipelineProblem, StageCost, StagePrice
+from autopar.cost_model.stage_table import Floats, LayerClass, LayerMode, PipelineProblem, StageCost, StagePrice
 from autopar.cost_model.step_price import RunLayout, StepPrice, Unit, add_parts
 from autopar.specs import ClusterSpec
 
-__all__ = ["TIME_PARTS", "SettingPrice"]
+__all__ = ["EXCHANGES", "TIME_PARTS", "SettingPrice"]
 
 _PART_NAMES = {
     "tp": "tp_communication", "cp": "cp_communication", "dp": "dp_communication", "pp": "pp_communication",
@@ -31,7 +33,7 @@ TIME_PARTS = (
     "pp_communication", "accumulation", "bubble", "optimizer", "straggler", "overhead",
 )  # fmt: skip
 
-_EXCHANGES = {"ring": "ring", "all-gather": "all_gather", "all-to-all": "all_to_all"}
+EXCHANGES = {"ring": "ring", "all-gather": "all_gather", "all-to-all": "all_to_all"}
 
 
 class SettingPrice:
@@ -49,7 +51,7 @@ class SettingPrice:
             degrees=setting.degrees, layers=len(prices.traced.layers), seq_len=prices.seq_len,
             micro_batch=setting.micro_batch, micro_batches=self.m, virtual_stages=setting.virtual_stages,
             zero=setting.zero, zero_shard=setting.zero_shard, sequence_sharding=setting.sequence_sharding,
-            cp_exchange=_EXCHANGES[setting.exchange], schedule=setting.schedule,
+            cp_exchange=EXCHANGES[setting.exchange], schedule=setting.schedule,
         )  # fmt: skip
         traits = own_traits(
             cluster.stack, recipe, setting.zero, sequence_sharding=setting.sequence_sharding,
@@ -86,38 +88,27 @@ class SettingPrice:
             self._parts[index, mode] = self.step.layer(self.classes[index].unit, mode)
         return self._parts[index, mode]
 
-    def bounds_s(self, settings: Sequence[Setting]) -> list[float]:
-        """Lower bounds of the step in seconds without overhead, for settings that differ from this one in schedule and
-        chunks only: stages of equal time, every layer in its fastest mode, the least tail of stages with equal
-        parameters."""
-        m, pp, repeats = self.m, self.pp, list(self.prices.repeats.values())
-        fastest = [
+    @cached_property
+    def fastest_s(self) -> list[float]:
+        """Seconds of a layer of each class in its fastest mode."""
+        return [
             min(sum(self.layer_parts(i, mode).values()) for mode in self.modes_of(i)) for i in range(len(self.classes))
         ]
-        units = [(n, layer.unit) for n, layer in zip(repeats, self.classes, strict=True)]
-        whole_s = sum(n * t for n, t in zip(repeats, fastest, strict=True))
-        whole_s += sum(sum(self.step.end(unit).values()) for _, unit in self.ends)
-        slowest_s = whole_s / pp
-        if self.equal_layers:
-            slowest_s = max(slowest_s, math.ceil(repeats[0] / pp) * fastest[0])
-        tail_s = self._least_tail_s(units)
-        split_s = 2 * self._all_weights_s(units) if any(s.schedule == "zero-bubble" for s in settings) else 0.0
-        send_s = self.send_s / self.setting.virtual_stages
-        found = []
-        for setting in settings:
-            v, late_s = setting.virtual_stages, split_s if setting.schedule == "zero-bubble" else 0.0
-            flow_s = whole_s + pp * send_s * v - late_s
-            found.append((m - 1 / v) * (slowest_s + send_s * v) + flow_s / v + tail_s + late_s / pp)
-        return found
 
-    def _least_tail_s(self, units: list[tuple[int, Unit]]) -> float:
+    def least_tail_s(self, units: list[tuple[int, Unit]]) -> float:
+        """Lower bound of the longest tail; `units`: layers and their number."""
         forward_s = sum(n * (u.price.forward_s + u.price.forward_communication_s) for n, u in units) / self.pp
         backward_s = sum(n * (u.price.backward_s + u.price.backward_communication_s) for n, u in units) / self.pp
         held = sum(n * u.parameters for n, u in units) + sum(u.parameters for _, u in self.ends)
         return self.step.least_tail_s(held / self.pp, forward_s, backward_s)
 
-    def _all_weights_s(self, units: list[tuple[int, Unit]]) -> float:
+    def all_weights_s(self, units: list[tuple[int, Unit]]) -> float:
+        """Weight gradients of the whole model; `units`: layers and their number."""
         return sum(n * self.step.all_weights_s(unit) for n, unit in [*units, *((1, u) for _, u in self.ends)])
+
+    def ends_s(self, stage: int) -> float:
+        """Seconds of a micro-batch in the ends that a stage has."""
+        return sum(sum(self.step.end(unit).values()) for unit in self.end_units(stage))
 
     def end_units(self, stage: int) -> Iterator[Unit]:
         return (unit for here, unit in self.ends if here == stage)
@@ -161,10 +152,7 @@ class SettingPrice:
 
     def layers_s(self) -> float:
         """Seconds of one micro-batch through all layers, each in its fastest mode."""
-        fastest = [
-            min(sum(self.layer_parts(i, mode).values()) for mode in self.modes_of(i)) for i in range(len(self.classes))
-        ]
-        return sum(n * t for n, t in zip(self.prices.repeats.values(), fastest, strict=True))
+        return sum(n * t for n, t in zip(self.prices.repeats.values(), self.fastest_s, strict=True))
 
     def stage_parts(self, stage: int, price: StagePrice) -> dict[str, float]:
         layers = [
@@ -198,9 +186,18 @@ class SettingPrice:
         at_loss = memory.loss_bytes(self.blocks.logits, 0.0, "own", tp, width)
         return max(at_loss, self.blocks.epilogue.work.saved_bytes + self.blocks.epilogue.work.working_bytes)
 
+    def working_bytes(self, stage: int) -> float:
+        """Working set of a stage's ends."""
+        return max(self.loss_bytes(stage), self.blocks.prologue.work.working_bytes if stage == 0 else 0.0)
+
     def communication_bytes(self, stage: int) -> float:
         """Gathered units, and per micro-batch in flight each chunk's output, held for its backward. Without ZeRO
         gradients are summed where they lie."""
+        outputs = self.blocks.border_bytes * (self.in_flight(stage) * self.setting.virtual_stages + 1)
+        return self._buffer_bytes(stage) + (outputs if self.pp > 1 else 0.0)
+
+    def _buffer_bytes(self, stage: int) -> float:
+        """Gathered units."""
         zero, own = self.setting.zero, self.recipe
         largest = max((layer.unit.parameters for layer in self.classes), default=0.0)
         held = 0.0
@@ -209,8 +206,17 @@ class SettingPrice:
             held = memory.gathered_bytes(largest, ends, own.parameter_bytes)
         if zero >= 2:
             held += largest * (own.master_bytes or own.parameter_bytes)
-        chunks = self.in_flight(stage) * self.setting.virtual_stages
-        return held + (self.blocks.border_bytes * (chunks + 1) if self.pp > 1 else 0.0)
+        return held
+
+    def fixed_bytes(self, flight: Floats, chunks: Floats) -> Floats:
+        """[setting, stage]: what a stage holds without layers, less activations of its prologue, under settings that
+        differ in chunks [setting] and micro-batches in flight [setting, stage]."""
+        none = [0] * len(self.classes)
+        alone = [self.parameters(s, none) * sum(self.state.values()) + self._buffer_bytes(s) for s in range(self.pp)]
+        outputs = (self.blocks.border_bytes if self.pp > 1 else 0.0) * (flight * chunks[:, None] + 1)
+        held: Floats = np.array(alone) + outputs
+        held[:, -1] += (flight[:, -1] - 1) * self.blocks.epilogue.work.saved_bytes
+        return held
 
     def memory(self, solution: PipelineSolution) -> tuple[dict[str, int], ...]:
         """Peak bytes by category of each stage; of each chunk of a rank, its rank's."""
@@ -256,7 +262,7 @@ class SettingPrice:
         device = self.cluster.device
         return PipelineProblem(
             layers=tuple(index[s.class_id] for s in self.prices.traced.layers),
-            classes=tuple(self._layer_class(i) for i in range(len(self.classes))),
+            classes=tuple(self.layer_class(i) for i in range(len(self.classes))),
             stages=tuple(self.stage_cost(s) for s in range(self.pp)),
             micro_batches=self.m,
             memory_bytes=device.memory_bytes - device.reserved_bytes,
@@ -265,7 +271,7 @@ class SettingPrice:
             segment=segment,
         )
 
-    def _layer_class(self, index: int) -> LayerClass:
+    def layer_class(self, index: int) -> LayerClass:
         layer = self.classes[index]
         modes = tuple(
             LayerMode(mode, sum(self.layer_parts(index, mode).values()), *self.layer_bytes(index, mode))
@@ -279,12 +285,11 @@ class SettingPrice:
         no_layers = [0] * len(self.classes)
         static = self.parameters(stage, no_layers) * sum(self.state.values()) + self.communication_bytes(stage)
         static += (flight - 1) * self.blocks.epilogue.work.saved_bytes if last else 0.0
-        prologue = self.blocks.prologue.work
         return StageCost(
-            time_s=sum(sum(self.step.end(unit).values()) for unit in self.end_units(stage)) + self.send_s,
+            time_s=self.ends_s(stage) + self.send_s,
             static_bytes=static,
-            saved_bytes=prologue.saved_bytes if stage == 0 else 0.0,
-            transient_bytes=max(self.loss_bytes(stage), prologue.working_bytes if stage == 0 else 0.0),
+            saved_bytes=self.blocks.prologue.work.saved_bytes if stage == 0 else 0.0,
+            transient_bytes=self.working_bytes(stage),
             in_flight=flight,
             put_off_s=2 * sum(self.step.weights_s(unit) for unit in self.end_units(stage)),
         )

@@ -11,6 +11,7 @@ entries is optimal.
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from autopar.cost_model.stage_table import Floats, Ints, StageTable
 
@@ -45,10 +46,10 @@ def _sweep(table: StageTable, cutoff_s: float) -> tuple[float, Cut | None]:
     times = table.times
     if m > 1:  # a stage that alone is slower than the cutoff is in no cut of use
         times = np.where((m - 1 / v) * times <= cutoff_s, times, np.inf)
-    free_s = float(_reach(table, times - table.put_off_s)[-1][-1])
-    if not np.isfinite(free_s):
+    levels = _levels(table, times)
+    if len(levels) == 0:
         return (np.inf if np.array_equal(times, table.times) else _above(cutoff_s)), None
-    levels = _levels(table, times, times - table.put_off_s)
+    free_s = float(_reach(table, times - table.put_off_s)[-1][-1])
     if (m - 1 / v) * levels[0] + free_s / v > cutoff_s:
         return (m - 1 / v) * levels[0] + free_s / v, None
     if np.isfinite(cutoff_s):  # what no cut within the cutoff can use needs no tail
@@ -88,19 +89,28 @@ def _best_under_levels(table: StageTable, times: Floats, levels: Floats, free_s:
     return best_s, best
 
 
-def _levels(table: StageTable, times: Floats, flows: Floats) -> Floats:
-    """Distinct stage times that can be the slowest of some cut, rising."""
+def _levels(table: StageTable, times: Floats) -> Floats:
+    """Distinct stage times that can be the slowest of some cut, rising; none if no cut is finite."""
     levels = np.unique(times[np.isfinite(times)])
     levels = levels[levels >= times.min(axis=1).max()]
-    low, high = 0, len(levels) - 1
+    low, high = 0, len(levels)
     while low < high:
         middle = (low + high) // 2
-        if np.isfinite(_reach(table, np.where(times <= levels[middle], flows, np.inf))[-1][-1]):
+        if _lets_through(table, times <= levels[middle]):
             high = middle
         else:
             low = middle + 1
     found: Floats = levels[low:]
     return found
+
+
+def _lets_through(table: StageTable, allowed: npt.NDArray[np.bool_]) -> bool:
+    """True if some cut uses allowed entries only."""
+    if not table.problem.is_uniform:
+        return bool(np.isfinite(_reach(table, np.where(allowed, 0.0, np.inf))[-1][-1]))
+    # times rise with the layers, so a stage can be anything up to its largest allowed entry
+    largest = np.where(allowed.any(axis=1), allowed.shape[1] - np.argmax(allowed[:, ::-1], axis=1), 0)
+    return bool(largest.min() > 0 and (largest + table.least - 1).sum() >= len(table.problem.layers))
 
 
 def _shortest(table: StageTable, costs: Floats) -> tuple[float, Cut | None]:

@@ -7,14 +7,14 @@ mode, and are worked out where a cut uses them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 
 import numpy as np
 import numpy.typing as npt
 
-from autopar.cost_model.mode_mixes import LayerClass, LayerMode, Mixes, class_mixes, merged
+from autopar.cost_model.mode_mixes import LayerClass, LayerMode, Mixes, class_mixes, leanest, merged
 
 __all__ = ["LayerClass", "LayerMode", "PipelineProblem", "StageCost", "StagePrice", "StageTable", "price_stage"]
 
@@ -68,6 +68,33 @@ class StagePrice:
     modes: tuple[tuple[int, ...], ...]
 
 
+def useful_bytes(layer: LayerClass, segment: int) -> list[tuple[float, float]]:
+    """(seconds, bytes kept at least) of a layer in each of its modes, recomputed in segments of `segment`."""
+    return [(m.time_s, m.saved_bytes / (segment if m.name == "full" else 1)) for m in layer.modes]
+
+
+def byte_prices(classes: Sequence[LayerClass], segment: int) -> list[float]:
+    """Seconds a byte at which the bound of a stage bends: slopes of the lower hull of time over bytes of each class.
+
+    The least time of a stage that may keep X bytes a micro-batch is at least  sum_c n_c min_mode (t + r b) - r X  for
+    every price r of a byte (its Lagrangian); the largest of these bounds is at one of the slopes.
+    """
+    prices = set()
+    for layer in classes:
+        points = sorted(useful_bytes(layer, segment))
+        time_s, kept = points[0]
+        while leaner := [((t - time_s) / (kept - b), t, b) for t, b in points if b < kept]:
+            price, time_s, kept = min(leaner, key=lambda step: (step[0], step[2]))
+            prices.add(price)
+    return sorted(prices)
+
+
+def _freed_s(layer: LayerClass, segment: int, rate: float) -> float:
+    """What a layer takes more than at least, if a byte kept costs `rate` seconds."""
+    modes = useful_bytes(layer, segment)
+    return min(t + rate * b for t, b in modes) - min(t for t, _ in modes)
+
+
 def stage_mixes(problem: PipelineProblem, counts: tuple[int, ...]) -> Mixes:
     """Useful mixes of a stage's layers."""
     chunks = problem.virtual_stages
@@ -79,12 +106,16 @@ def stage_mixes(problem: PipelineProblem, counts: tuple[int, ...]) -> Mixes:
 
 
 def mix_memory(problem: PipelineProblem, stage: int, counts: tuple[int, ...], mixes: Mixes) -> Floats:
-    """Peak bytes of a stage under each mix: static, kept activations of the micro-batches in flight, largest working
-    set."""
+    """Peak bytes of a stage under each mix."""
+    return _peak(problem, stage, counts, mixes.kept_bytes, mixes.transient_bytes)
+
+
+def _peak(problem: PipelineProblem, stage: int, counts: tuple[int, ...], kept: Floats, working: Floats) -> Floats:
+    """Static bytes, kept activations of the micro-batches in flight, largest working set."""
     own = problem.stages[stage]
     static = own.static_bytes + sum(n * c.static_bytes for n, c in zip(counts, problem.classes, strict=True))
-    kept = own.in_flight * (own.saved_bytes + mixes.kept_bytes)
-    total: Floats = static + kept + np.maximum(mixes.transient_bytes, own.transient_bytes)
+    in_flight = own.in_flight * (own.saved_bytes + kept)
+    total: Floats = static + in_flight + np.maximum(working, own.transient_bytes)
     return total
 
 
@@ -143,8 +174,8 @@ class StageTable:
         self._fill(np.array(self.counts, dtype=np.float64).reshape(len(self.counts), len(problem.classes)))
 
     def _fill(self, counts: Floats) -> None:
-        """Lower bounds: every layer in its fastest mode, bytes that are missing freed at the best rate of any mode;
-        infinite where even the least of each figure is too much."""
+        """Lower bounds: every layer in its fastest mode, and what freeing the bytes that are missing costs at least
+        (`byte_prices`); infinite where even the least of each figure is too much."""
         problem = self.problem
 
         def each(figure: Callable[[LayerClass], float]) -> Floats:
@@ -153,33 +184,31 @@ class StageTable:
         def own(figure: Callable[[StageCost], float]) -> Floats:
             return np.array([figure(s) for s in problem.stages], dtype=np.float64)[:, None]
 
-        fast = [min(c.modes, key=lambda m: (m.time_s, m.saved_bytes)) for c in problem.classes]
+        def largest(figure: Callable[[LayerClass], float]) -> Floats:
+            held: Floats = np.max(np.where(counts > 0, each(figure), 0.0), axis=1, initial=0.0)
+            return held
+
+        fast = {c: min(c.modes, key=lambda m: (m.time_s, m.saved_bytes)) for c in problem.classes}
         self.put_off_s = own(lambda s: s.put_off_s) + counts @ each(lambda c: c.put_off_s)
-        self.times = own(lambda s: s.time_s) + counts @ np.array([m.time_s for m in fast], dtype=np.float64)
+        self.times = own(lambda s: s.time_s) + counts @ each(lambda c: fast[c].time_s)
         static = own(lambda s: s.static_bytes) + counts @ each(lambda c: c.static_bytes)
         flight, glue = own(lambda s: s.in_flight), own(lambda s: s.saved_bytes)
-        room = problem.memory_bytes - static - own(lambda s: s.transient_bytes)
-        least = each(lambda c: min(m.saved_bytes / (problem.segment if m.name == "full" else 1) for m in c.modes))
-        hopeless = room - flight * (glue + counts @ least) < -1e-6 * problem.memory_bytes
-        kept = flight * (glue + counts @ np.array([m.saved_bytes for m in fast], dtype=np.float64))
-        transient = np.max(np.where(counts > 0, np.array([m.transient_bytes for m in fast]), 0.0), axis=1, initial=0.0)
-        working = np.maximum(own(lambda s: s.transient_bytes), transient)
-        missing = flight * (glue + counts @ np.array([m.saved_bytes for m in fast], dtype=np.float64)) - room
-        rate = min(map(self._least_s_per_byte, problem.classes, fast), default=0.0)
-        self.times += np.maximum(0.0, missing) / flight * rate * (1 - 1e-9)
+        given = own(lambda s: s.transient_bytes)
+        least = largest(lambda c: min(m.transient_bytes for m in c.modes))
+        room = problem.memory_bytes - static - np.maximum(given, least)
+        kept = glue + counts @ each(lambda c: min(saved for _, saved in useful_bytes(c, problem.segment)))
+        hopeless = room - flight * kept < -1e-6 * problem.memory_bytes
+        left, missing_s = room / flight - glue, np.zeros(self.times.shape)
+        for rate in byte_prices(problem.classes, problem.segment):
+            freed_s = counts @ np.array([_freed_s(c, problem.segment, rate) for c in problem.classes], dtype=np.float64)
+            missing_s = np.maximum(missing_s, freed_s - rate * left)
+        self.times += missing_s * (1 - 1e-9)
         self.times[hopeless] = np.inf
-        plain = problem.segment == 1 or all(m.name != "full" for m in fast)
-        self.exact = hopeless | ((static + kept + working <= problem.memory_bytes) & plain)
+        plain = problem.segment == 1 or all(m.name != "full" for m in fast.values())
+        whole = static + flight * (glue + counts @ each(lambda c: fast[c].saved_bytes))
+        working = np.maximum(given, largest(lambda c: fast[c].transient_bytes))
+        self.exact = hopeless | ((whole + working <= problem.memory_bytes) & plain)
         self.tails = np.full(self.times.shape, np.nan)
-
-    def _least_s_per_byte(self, layer: LayerClass, fast: LayerMode) -> float:
-        """Seconds that any mode takes more than the fastest, for each byte it keeps less: what freeing a byte costs."""
-        rates = []
-        for mode in layer.modes:
-            saved = mode.saved_bytes / (self.problem.segment if mode.name == "full" else 1)
-            if saved < fast.saved_bytes:
-                rates.append((mode.time_s - fast.time_s) / (fast.saved_bytes - saved))
-        return min(rates, default=0.0)
 
     def tails_where(self, wanted: npt.NDArray[np.bool_]) -> Floats:
         """[stage, id]: seconds after the last backward, put-off weight gradients included; inf where not wanted."""
@@ -195,12 +224,26 @@ class StageTable:
 
     def settle(self, number: int) -> None:
         """Work out the exact times of every stage with these layers."""
-        mixes, own = self.mixes(number), self.problem.stages
+        own = self.problem.stages
         for s in range(len(own)):
             if not self.exact[s, number]:
-                fits = mix_memory(self.problem, s, self.counts[number], mixes) <= self.problem.memory_bytes
-                self.times[s, number] = own[s].time_s + float(mixes.time_s.min(where=fits, initial=np.inf))
+                self.times[s, number] = own[s].time_s + self._layers_s(s, number)
                 self.exact[s, number] = True
+        if self.problem.is_uniform:  # more layers take no less
+            longer = np.maximum.accumulate(self.times[:, number:], axis=1)
+            self.times[:, number:] = np.where(self.exact[:, number:], self.times[:, number:], longer)
+
+    def _layers_s(self, stage: int, number: int) -> float:
+        """Least time of a stage's layers; inf if no mix fits. The leanest is asked first, for mixes are many."""
+        problem, counts = self.problem, self.counts[number]
+        if problem.is_uniform and problem.layers:
+            layer = problem.classes[problem.layers[0]]
+            kept, working = leanest(layer, sum(counts), problem.segment, problem.virtual_stages)
+            if not (_peak(problem, stage, counts, kept, working) <= problem.memory_bytes).any():
+                return np.inf
+        mixes = self.mixes(number)
+        fits = mix_memory(problem, stage, counts, mixes) <= problem.memory_bytes
+        return float(mixes.time_s.min(where=fits, initial=np.inf))
 
     def price(self, stage: int, number: int) -> StagePrice | None:
         key = (stage, number)

@@ -21,7 +21,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from autopar.cost_model.block_layout import BlockWork, LayoutPrice
-from autopar.cost_model.comm_cost import group_cost
+from autopar.cost_model.comm_cost import GroupCost, group_cost
 from autopar.cost_model.constant_table import GenerationConstants
 from autopar.cost_model.machine import Machine
 from autopar.cost_model.memory import Recipe
@@ -35,6 +35,7 @@ __all__ = [
     "StepPrice",
     "Unit",
     "add_parts",
+    "exchange_s",
     "exposed_reduction_s",
     "overhead_s",
     "slowdown",
@@ -220,19 +221,9 @@ class StepPrice:
 
     def _exchange_s(self, unit: Unit, shares: _Shares, *, again: bool) -> float:
         """Exposed exchange of a layer's attention over cp, forward and backward."""
-        group, cp = self.cp_group, self.layout.degrees.cp
-        if cp == 1:
-            return 0.0
-        keys = unit.key_value_bytes
-        if self.layout.cp_exchange == "all_to_all":
-            return (2 + again) * group.seconds("all_to_all", (2 * unit.query_bytes + keys) * cp)
-        if self.layout.cp_exchange == "all_gather":
-            gather_s, scatter_s = (group.seconds(kind, keys * cp) for kind in ("all_gather", "reduce_scatter"))
-            return (2 + again) * gather_s + scatter_s
-        ring_s = (cp - 1) * group.seconds("send", keys)
-        hidden = self.constants["cp_hidden"] * (cp - 1) / cp
-        passes = [(1 + again, ring_s, shares.attention_forward_s), (1, 2 * ring_s, shares.attention_backward_s)]
-        return sum(n * (comm - min(comm, work) * hidden) for n, comm, work in passes)
+        work = (shares.attention_forward_s, shares.attention_backward_s)
+        return exchange_s(self.layout.cp_exchange, self.cp_group, self.constants["cp_hidden"], unit.key_value_bytes,
+                          unit.query_bytes, work, again=again)  # fmt: skip
 
     def _accumulation_s(self, parameters: float) -> float:
         """Adding a micro-batch's weight gradients to those of the step. Inside the matmul it costs a read and a write
@@ -341,6 +332,24 @@ class StepPrice:
     @property
     def overhead_s(self) -> float:
         return overhead_s(self.cluster, self.constants)
+
+
+def exchange_s(
+    kind: str, group: GroupCost, hidden: float, keys: float, queries: float, work: tuple[float, float], *, again: bool
+) -> float:
+    """Exposed exchange of one attention over cp; `keys` and `queries` in bytes of one rank, `work`: seconds of its
+    kernels forward and backward, `again`: it is recomputed. Rises with the bytes, and never falls with less work."""
+    if group.size == 1:
+        return 0.0
+    if kind == "all_to_all":
+        return (2 + again) * group.seconds("all_to_all", (2 * queries + keys) * group.size)
+    if kind == "all_gather":
+        gather_s, scatter_s = (group.seconds(kind, keys * group.size) for kind in ("all_gather", "reduce_scatter"))
+        return (2 + again) * gather_s + scatter_s
+    ring_s = (group.size - 1) * group.seconds("send", keys)
+    hidden *= (group.size - 1) / group.size
+    passes = [(1 + again, ring_s, work[0]), (1, 2 * ring_s, work[1])]
+    return sum(n * (comm - min(comm, seconds) * hidden) for n, comm, seconds in passes)
 
 
 def slowdown(cluster: ClusterSpec, constants: GenerationConstants) -> float:

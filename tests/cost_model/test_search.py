@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
 import torch
 
-from autopar.cost_model.candidates import settings_of
+from autopar.cost_model.candidates import groups_of, settings_of
 from autopar.cost_model.evaluate import TIME_PARTS
 from autopar.cost_model.propagation import propagate
 from autopar.cost_model.search import Run, search
@@ -16,7 +17,7 @@ from autopar.hardware import preset
 from autopar.ir import TracedModel
 from autopar.passes import prepare
 from autopar.plan import Plan
-from autopar.specs import ClusterSpec, Pins, TrainSpec
+from autopar.specs import ClusterSpec, Pins, StackSpec, TrainSpec
 from autopar.trace import trace
 from tests import models
 
@@ -46,16 +47,36 @@ def test_pruning_never_loses_the_optimum(gpt: TracedModel, memory_bytes: int) ->
     expected = float("inf")
     for partition in exhaustive.partitions:
         analytic = exhaustive.evaluator.analytic_bound_s(partition)
-        settings = settings_of(partition, exhaustive.limits, Pins())
-        for setting, bound in zip(settings, exhaustive.evaluator.bounds_s(settings), strict=True):
-            found = exhaustive.evaluator.evaluate(setting)
-            assert analytic * (1 - 1e-9) <= bound * (1 + 1e-9)
-            assert bound <= found.step_s * (1 + 1e-9)
-            expected = min(expected, found.step_s)
+        rough, blocks = exhaustive.evaluator.rough_bound_s(partition), exhaustive.evaluator.block_bound_s(partition)
+        for group in groups_of(partition, exhaustive.limits, Pins()):
+            quick = exhaustive.evaluator.bounds_s(group)
+            sharp = exhaustive.evaluator.bounds_s(group, sharp=True)
+            for i in range(len(group.runs)):
+                found = exhaustive.evaluator.evaluate(group.setting(i)).step_s * (1 + 1e-9)
+                assert max(analytic, rough, blocks) * (1 - 1e-9) <= quick[i] <= found
+                assert quick[i] * (1 - 1e-9) <= sharp[i] <= found
+                expected = min(expected, found / (1 + 1e-9))
     result = search(gpt, cluster, TRAIN)
     assert result.plan.prediction["step_time_s"] == pytest.approx(expected, rel=1e-9)
     assert result.statistics["status"] == "optimal"
     assert result.statistics["solved"] < result.statistics["candidates"]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_known_never_bounds_too_high(llama: TracedModel, seed: int) -> None:
+    """Whatever partitions were priced before, over more cp or less, larger or smaller, with all overlap there is."""
+    stack = StackSpec(overlap=("dp_reduce", "tp_linear", "tp_ring", "pp_send"))
+    cluster = replace(preset("dgx-a100-80g", 1), stack=stack)
+    run = Run(llama, cluster, TrainSpec(global_batch=16, seq_len=4096), Pins())
+    order = random.Random(seed).sample(run.partitions, len(run.partitions))
+    told = 0
+    for partition in order:
+        rough = run.evaluator.rough_bound_s(partition)
+        quick = min(float(run.evaluator.bounds_s(group).min()) for group in run.groups(partition))
+        assert rough <= run.evaluator.block_bound_s(partition) * (1 + 1e-9)
+        assert run.evaluator.block_bound_s(partition) <= quick * (1 + 1e-9)
+        told += rough > 0.5 * quick
+    assert told > len(order) // 3
 
 
 @pytest.mark.parametrize("pp", [1, 2])

@@ -61,7 +61,7 @@ def random_cluster(rng: random.Random, devices: int) -> ClusterSpec:
         memory_bandwidth=10 ** rng.uniform(9, 11), launch_s=10 ** rng.uniform(-7, -5),
     )  # fmt: skip
     link = LinkSpec(name="net", span=devices, bandwidth=10 ** rng.uniform(7, 10), latency=10 ** rng.uniform(-7, -4))
-    overlap = rng.choice([(), ("dp_reduce",)])
+    overlap = rng.choice([(), ("dp_reduce",), ("dp_reduce", "tp_linear", "tp_ring", "pp_send")])
     return replace(local, device=device, links=(link,) if devices > 1 else (), stack=StackSpec(overlap=overlap))
 
 
@@ -141,7 +141,7 @@ def test_random_instances_against_brute_force(traced: list[TracedModel], first: 
     for seed in range(first, first + AT_ONCE):
         run = random_run(random.Random(seed), traced)
         expected = brute_force(run)
-        space = BranchAndBound(run.evaluator, run.bounds, run.settings)
+        space = BranchAndBound(run.evaluator, run.bounds, run.groups)
         found = space.run()
         if expected == math.inf:
             assert found is None

@@ -1,0 +1,136 @@
+"""Lower bounds of the step for settings that differ in schedule and chunks a rank only, all of them at once.
+
+    quick    stages of equal time, every layer in its fastest mode, the least tail of stages with equal parameters
+    sharp    for equal layers: whole layers, and as many on a stage as its memory lets it hold
+
+Sharp: on stage s, n layers in any modes take at least  e_s + n (c_r + r d / f_s) - r (R_s / f_s - g_s)  seconds for
+every price r of a byte (`stage_table.byte_prices`), where e_s, g_s are time and kept bytes of the ends, R_s the room
+beside what needs no layers, d the state of a layer, f_s the micro-batches in flight and c_r the least of time + r bytes
+over the modes of a layer. So within B seconds the stage holds at most the whole part of n_s(B), the least over r; no
+cut has its slowest stage below the smallest B with  sum_s floor n_s(B) >= layers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+
+from autopar.cost_model.candidates import SettingGroup
+from autopar.cost_model.memory import flights
+from autopar.cost_model.setting_price import SettingPrice
+from autopar.cost_model.stage_table import Floats, LayerClass, byte_prices, useful_bytes
+
+__all__ = ["SettingBounds"]
+
+_SLACK = 1e-9
+"""Relative: what rounding may cost, so that a bound never exceeds a price."""
+
+_STEPS = 14
+"""Halvings of the interval of B: what is left of it is lost sharpness only, its lower end is the bound."""
+
+
+class SettingBounds:
+    """Seconds without overhead of every run of `group`; `price` is of one of them."""
+
+    def __init__(self, price: SettingPrice, group: SettingGroup) -> None:
+        self.price, self.group = price, group
+        self.chunks = np.array([chunks for _, chunks in group.runs], dtype=np.float64)
+        splits = np.array([schedule == "zero-bubble" for schedule, _ in group.runs])
+        repeats = list(price.prices.repeats.values())
+        units = [(n, layer.unit) for n, layer in zip(repeats, price.classes, strict=True)]
+        fastest = price.fastest_s
+        whole_s = sum(n * t for n, t in zip(repeats, fastest, strict=True))
+        whole_s += sum(sum(price.step.end(unit).values()) for _, unit in price.ends)
+        slowest_s = whole_s / price.pp
+        if price.equal_layers:
+            slowest_s = max(slowest_s, math.ceil(repeats[0] / price.pp) * fastest[0])
+        split_s = 2 * price.all_weights_s(units) if splits.any() else 0.0
+        late_s = np.where(splits, split_s, 0.0)
+        send_s = price.send_s / price.setting.virtual_stages * self.chunks
+        self._send_s, self._slowest_s = send_s, slowest_s + send_s
+        flow_s = whole_s + price.pp * send_s - late_s
+        self._rest_s = flow_s / self.chunks + price.least_tail_s(units) + late_s / price.pp
+
+    def quick(self) -> Floats:
+        return self._with_slowest(self._slowest_s)
+
+    def sharp(self, segment: int) -> Floats:
+        """`segment`: the most layers that are recomputed together. Infinite where no cut fits in memory."""
+        if not self.price.equal_layers:
+            return self.quick()
+        most, total = self._most_layers(segment), len(self.price.prices.traced.layers)
+        fits = (most.min(axis=1) >= self.chunks) & (most.sum(axis=1) >= total)
+        if not fits.any():
+            return np.full(len(fits), np.inf)
+        lines = self._lines(segment)
+        slowest = np.max([alone + most * each for alone, each in lines], axis=0).max(axis=1)
+        low, high = self._slowest_s, np.maximum(slowest, self._slowest_s)
+        high = np.where(self._layers_within(lines, low, most) >= total, low, high)
+        for _ in range(_STEPS if (high[fits] > low[fits]).any() else 0):
+            middle = (low + high) / 2
+            enough = self._layers_within(lines, middle, most) >= total
+            low, high = np.where(enough, low, middle), np.where(enough, middle, high)
+        return np.where(fits, self._with_slowest(low), np.inf)
+
+    def _with_slowest(self, slowest_s: Floats) -> Floats:
+        found: Floats = (self.price.m - 1 / self.chunks) * slowest_s + self._rest_s
+        return found
+
+    # --- memory: arrays are [run, stage] ------------------------------------------------------------------------------
+
+    @cached_property
+    def _flight(self) -> Floats:
+        return flights(self.group.runs, self.price.pp, self.price.m)
+
+    @cached_property
+    def _layer(self) -> LayerClass:
+        return self.price.layer_class(0)
+
+    @cached_property
+    def _room(self) -> Floats:
+        """Bytes for layers and what they keep."""
+        price, device = self.price, self.price.cluster.device
+        least = min(mode.transient_bytes for mode in self._layer.modes)
+        working = np.array([max(price.working_bytes(s), least) for s in range(price.pp)])
+        limit = device.memory_bytes - device.reserved_bytes
+        room: Floats = limit * (1 + _SLACK) - price.fixed_bytes(self._flight, self.chunks) - working
+        return room
+
+    @cached_property
+    def _glue(self) -> Floats:
+        """Bytes a micro-batch that the prologue keeps, by stage."""
+        kept = np.zeros(self.price.pp)
+        kept[0] = self.price.blocks.prologue.work.saved_bytes
+        return kept
+
+    @cached_property
+    def _ends_s(self) -> Floats:
+        return np.array([self.price.ends_s(s) for s in range(self.price.pp)]) + self._send_s[:, None]
+
+    def _most_layers(self, segment: int) -> Floats:
+        """Layers that the memory of a stage can hold; no more than leave one for every other chunk."""
+        least = min(kept for _, kept in useful_bytes(self._layer, segment))
+        each = self._layer.static_bytes + self._flight * least
+        fit = np.floor((self._room - self._flight * self._glue) / np.maximum(each, 1e-9) + _SLACK)
+        others = self.chunks * (self.price.pp - 1)
+        found: Floats = np.minimum(fit, (len(self.price.prices.traced.layers) - others)[:, None])
+        return found
+
+    def _lines(self, segment: int) -> list[tuple[Floats, Floats]]:
+        """(seconds without layers, seconds a layer) at least, for every price of a byte."""
+        modes, lines = useful_bytes(self._layer, segment), []
+        for rate in (0.0, *byte_prices([self._layer], segment)):
+            alone = self._ends_s - rate * (self._room / self._flight - self._glue)
+            lines.append((alone, min(t + rate * b for t, b in modes) + rate * self._layer.static_bytes / self._flight))
+        return lines
+
+    def _layers_within(self, lines: Sequence[tuple[Floats, Floats]], bound_s: Floats, most: Floats) -> Floats:
+        """Layers that all stages together can hold if none takes longer than `bound_s`; 0 if a chunk stays empty."""
+        held = most
+        for alone, each in lines:
+            held = np.minimum(held, np.floor((bound_s[:, None] - alone) / each * (1 + _SLACK) + _SLACK))
+        found: Floats = np.where(held.min(axis=1) >= self.chunks, held.sum(axis=1), 0.0)
+        return found
