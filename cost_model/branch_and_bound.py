@@ -23,6 +23,7 @@ import numpy as np
 
 from autopar.cost_model.candidates import Partition, Setting, SettingGroup
 from autopar.cost_model.evaluate import Evaluation, Evaluator
+from autopar.cost_model.stage_table import Floats
 
 __all__ = ["BranchAndBound", "Counts", "rank"]
 
@@ -58,14 +59,22 @@ class _Node:
 
 @dataclass
 class _Waiting:
-    """Settings of a partition, (bound, group, run), the least bound last; `sharp`: groups whose bounds see memory."""
+    """Settings of a partition: bounds of the runs of each group, inf where one is done or does not fit; `sharp`: groups
+    whose bounds see memory."""
 
     groups: list[SettingGroup]
-    settings: list[tuple[float, int, int]]
+    bounds: list[Floats]
     sharp: set[int] = field(default_factory=set)
 
-    def next(self) -> Setting:
-        _, group, run = self.settings[-1]
+    def next(self) -> tuple[float, int]:
+        """The least bound, and the group it is of."""
+        heads = [float(bounds.min()) for bounds in self.bounds]
+        group = heads.index(min(heads))
+        return heads[group], group
+
+    def pop(self, group: int) -> Setting:
+        run = int(self.bounds[group].argmin())
+        self.bounds[group][run] = np.inf
         return self.groups[group].setting(run)
 
 
@@ -138,38 +147,29 @@ class BranchAndBound:
         self.counts.expanded += 1
         groups = self._groups_of(partition)
         self.counts.bounded += sum(len(group.runs) for group in groups)
-        settings = [entry for g in range(len(groups)) for entry in self._bounded(groups, g, node.bound_s)]
-        self._wait(_Waiting(groups, settings))
+        bounds = [np.maximum(self._evaluator.bounds_s(group), node.bound_s) for group in groups]
+        self._wait(_Waiting(groups, bounds))
         return None
 
     def _next_of(self, waiting: _Waiting, cutoff_s: float) -> Evaluation | None:
         """Solve a partition's next setting, or sharpen the bounds of its group where that has not been done."""
-        _, group, _ = waiting.settings[-1]
+        bound_s, group = waiting.next()
         if group in waiting.sharp:
-            setting = waiting.next()
-            waiting.settings.pop()
+            setting = waiting.pop(group)
             self._wait(waiting)
             return self._solve(setting, cutoff_s)
-        others = [entry for entry in waiting.settings if entry[1] != group]
-        sharper = self._bounded(waiting.groups, group, waiting.settings[-1][0], sharp=True)
-        self.counts.too_big += len(waiting.settings) - len(others) - len(sharper)
-        waiting.settings = others + sharper
+        sharper = np.maximum(self._evaluator.bounds_s(waiting.groups[group], sharp=True), bound_s)
+        self.counts.too_big += int(np.isfinite(waiting.bounds[group]).sum() - np.isfinite(sharper).sum())
+        waiting.bounds[group] = sharper
         waiting.sharp.add(group)
         self._wait(waiting)
         return None
 
-    def _bounded(
-        self, groups: list[SettingGroup], index: int, least_s: float, *, sharp: bool = False
-    ) -> list[tuple[float, int, int]]:
-        """Settings of a group that may fit, with bounds of at least `least_s`."""
-        bounds = self._evaluator.bounds_s(groups[index], sharp=sharp)
-        return [(max(least_s, bound_s), index, run) for run, bound_s in enumerate(bounds.tolist()) if bound_s < np.inf]
-
     def _wait(self, waiting: _Waiting) -> None:
         """A partition's settings queue as one, under the bound of the first."""
-        if waiting.settings:
-            waiting.settings.sort(reverse=True)
-            heapq.heappush(self._queue, _Node(waiting.settings[-1][0], waiting.next().order, _SETTING, waiting))
+        bound_s, group = waiting.next() if waiting.groups else (np.inf, 0)
+        if bound_s < np.inf:
+            heapq.heappush(self._queue, _Node(bound_s, waiting.groups[group].partition.order, _SETTING, waiting))
 
     def _solve(self, setting: Setting, cutoff_s: float) -> Evaluation | None:
         self.counts.solved += 1
