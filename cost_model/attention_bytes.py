@@ -16,7 +16,7 @@ from autopar.graph_walks import repeated_for_attention
 from autopar.placement import Placement
 from autopar.recomputation import kept_products
 
-__all__ = ["AttentionBytes"]
+__all__ = ["AttentionBytes", "least_moved"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,15 @@ class AttentionBytes:
         own = [k for k in measures.kept if k.keeper in chosen and k.slot is None and op_name(k.keeper) in ATTENTION]
         core = local_bytes(own, measures.kept_elements, layout, tp)
         return AttentionBytes(key_values, queries, core, products)
+
+
+def least_moved(attention: fx.Node, measures: BlockMeasures) -> tuple[float, float]:
+    """(keys and values, queries) that all ranks together move at least: heads before they are repeated."""
+    query, *keys = (
+        min(measures.tensor_bytes.get(n, 0.0) for n in (source, repeated_for_attention(source) or source))
+        for source in attention.all_input_nodes[:3]
+    )
+    return sum(keys), query
 
 
 def _as_moved(source: fx.Node, placement: Placement | None, layout: Mapping[fx.Node, NodeStrategy]) -> fx.Node:

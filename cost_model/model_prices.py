@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from autopar.blocks import op_name
-from autopar.cost_model.attention_bytes import AttentionBytes
+from autopar.cost_model.attention_bytes import AttentionBytes, least_moved
 from autopar.cost_model.batch_free import batch_free_s
 from autopar.cost_model.block_ilp import BlockSolution
 from autopar.cost_model.block_layout import BlockWork, block_work, price_work, replicated
@@ -178,14 +178,12 @@ class ModelPrices:
 
     @cached_property
     def attention_bytes(self) -> list[tuple[int, float, float]]:
-        """(layers, keys and values, queries) of every attention of a layer class, in bytes of one whole sequence."""
+        """(layers, keys and values, queries) of every attention of a layer class: least bytes of one sequence."""
         found = []
         for c, block in self.blocks.items():
-            size = self.measures(c, 1).tensor_bytes
-            for node in block.nodes:
-                if op_name(node) == _SDPA:
-                    query, *keys = (size.get(n, 0.0) for n in node.all_input_nodes[:3])
-                    found.append((self.repeats[c], sum(keys), query))
+            measures = self.measures(c, 1)
+            attentions = (node for node in block.nodes if op_name(node) == _SDPA)
+            found += [(self.repeats[c], *least_moved(node, measures)) for node in attentions]
         return found
 
     @cached_property
