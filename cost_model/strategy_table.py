@@ -160,6 +160,9 @@ Shards: TypeAlias = dict[fx.Node, set[Shard2]]
 _HEADS = {"scaled_dot_product_attention": 1, "matmul": 1, "bmm": 0}
 
 
+_ADDED = {"linear": 2, "addmm": 0}
+"""Argument that is added to the product."""
+
 _ATTENTION = ("scaled_dot_product_attention",)
 
 
@@ -324,8 +327,9 @@ def _special(
     name = op_name(node)
     if name in LOSSES and letter.name == "v":
         return (inputs[0], R), R  # the vocabulary-parallel kernel sums over ranks inside
-    if name == "linear" and letter.name == "k" and len(inputs) == 3:
-        return (*inputs[:2], PARTIAL), output  # the bias joins the partial sum once: R -> P keeps it on one rank
+    if name in _ADDED and letter.name == "k" and len(inputs) == 3:
+        # The bias joins the partial sum once: R -> P keeps it on one rank.
+        return tuple(PARTIAL if i == _ADDED[name] else p for i, p in enumerate(inputs)), output
     if name == "embedding" and letter.name == "v":
         return (inputs[0], R), PARTIAL  # indices carry no gradient
     return inputs, output

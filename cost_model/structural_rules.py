@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 
+import torch
 from torch import fx
 
 from autopar.blocks import op_name
@@ -27,8 +28,12 @@ def structural_rule(node: fx.Node, tensors: list[fx.Node]) -> Rule | None:
     if letters is None:
         return None
     # Indices carry no gradient and no part of a sum.
-    linear = tuple(PARTIAL if t.meta["dtype"].is_floating_point else REPLICATE for t in tensors)
+    linear = tuple(PARTIAL if _is_number(t.meta["dtype"]) else REPLICATE for t in tensors)
     return Rule(tuple(letters), () if op_name(node) in _OVER_A_DIM else (linear,))
+
+
+def _is_number(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def _rank(node: fx.Node) -> int:
@@ -97,6 +102,11 @@ def _keep_all_but(position: int, name: str, default: int) -> Callable[[fx.Node, 
     return build
 
 
+def _complex(node: fx.Node, tensors: list[fx.Node]) -> list[Letter]:
+    """Pairs of reals in the last dim, to or from complex numbers."""
+    return _moves([(d, d) for d in range(min(_rank(node), _rank(tensors[0])))])
+
+
 def _expand(node: fx.Node, tensors: list[fx.Node]) -> list[Letter]:
     shift = _rank(node) - _rank(tensors[0])
     letters = []
@@ -162,6 +172,8 @@ _STRUCTURAL: dict[str, Callable[[fx.Node, list[fx.Node]], list[Letter] | None]] 
     "cat": _keep_all_but(1, "dim", 0),
     "cumsum": _keep_all_but(1, "dim", 0),
     **dict.fromkeys(_OVER_A_DIM, _keep_all_but(1, "dim", -1)),
+    "view_as_complex": _complex,
+    "view_as_real": _complex,
     "expand": _expand,
     "convert": _convert,
     "index": _index,

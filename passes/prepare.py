@@ -18,6 +18,7 @@ from autopar.passes.buffer_updates import updated_buffers
 from autopar.passes.canonicalize import canonicalize
 from autopar.passes.fold_masks import fold_masks
 from autopar.passes.heads_apart import heads_apart
+from autopar.passes.known_ops import known_ops
 from autopar.plain_graph import graph_module as new_graph_module
 
 __all__ = ["copy_graph", "prepare"]
@@ -27,8 +28,9 @@ def prepare(traced: TracedModel) -> TracedModel:
     """The passes in order on a copy of the graph; keys, gradient flow and segments are computed anew."""
     graph_module = copy_graph(traced.graph_module)
     canonicalize(graph_module)
+    known_ops(graph_module)
     attention_dims(graph_module)
-    heads_apart(graph_module)
+    heads_apart(graph_module, traced.batch)
     fold_masks(graph_module, traced.inputs)
     _refuse_sizes_of_values(graph_module.graph, {traced.batch, traced.seq})
     segments = annotate(graph_module.graph, traced.parameters)

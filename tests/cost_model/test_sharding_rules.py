@@ -20,6 +20,7 @@ from autopar.passes.localize_shapes import localize_shapes
 from autopar.placement import PARTIAL, Placement, Shard, parse_placement
 from autopar.runtime.sharding import assemble, local_slice
 from autopar.trace import trace
+from tests import attention_styles
 from tests.models import BUILDERS, MORE_HF_BUILDERS, default_batch
 
 BATCH, SEQ, RANKS = 2, 8, 2
@@ -54,6 +55,8 @@ def _random(node: fx.Node) -> Tensor:
     dtype = node.meta["dtype"]
     if dtype == torch.bool:
         return torch.rand(shape) > 0.5
+    if dtype.is_complex:
+        return torch.rand(shape, dtype=torch.complex128)
     if not dtype.is_floating_point:
         return torch.randint(0, 2, shape, dtype=dtype)
     return torch.rand(shape, dtype=torch.float64) + 0.5
@@ -132,7 +135,16 @@ def _communicates(node: fx.Node, strategy: Strategy) -> bool:
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3", "bert", "t5", "encoder", "gemma2", "neox", "mixtral"])
 def test_every_strategy_computes_the_op(family: str) -> None:
-    traced = prepare(trace({**BUILDERS, **MORE_HF_BUILDERS}[family](), default_batch()))
+    assert _check_every_strategy({**BUILDERS, **MORE_HF_BUILDERS}[family]()) > 15
+
+
+def test_every_strategy_of_hand_written_attention_computes_the_op() -> None:
+    assert _check_every_strategy(attention_styles.Model().double()) > 40
+
+
+def _check_every_strategy(model: torch.nn.Module) -> int:
+    """Check every strategy of every different op of a model; how many ops these are."""
+    traced = prepare(trace(model, default_batch()))
     table = strategy_table(traced, RANKS, SEQ)
     checked: set[str] = set()
     for segment in traced.segments:
@@ -148,7 +160,7 @@ def test_every_strategy_computes_the_op(family: str) -> None:
             for strategy in table[node]:
                 if not _communicates(node, strategy):
                     check_strategy(node, strategy)
-    assert len(checked) > 15
+    return len(checked)
 
 
 def _linear_node(bias: bool) -> fx.Node:
