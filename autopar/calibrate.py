@@ -92,7 +92,7 @@ class Calibration:
 
 
 Progress = Callable[[int, int, Sample], None]
-"""Called on rank 0 after each sample: samples taken, samples in all, the last one."""
+"""Called on rank 0 after each figure of each round: how many are taken, how many in all, the last one."""
 
 
 def calibrate(progress: Progress | None = None) -> Calibration:

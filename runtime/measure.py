@@ -1,7 +1,10 @@
 """What this machine does in a second: matrix products, attention, memory, kernels, collectives; all ranks at once.
 
-Ranks share cores, memory and links, so each figure is taken while all of them do the same, and is the slowest rank's
-median. The same code runs on CPUs over gloo and on GPUs over NCCL.
+Ranks share cores, memory and links, with each other and perhaps with other jobs, so each figure is taken while all of
+them do the same, over windows that are long against a scheduler's slices (a single short call mostly falls between two
+interruptions and looks faster than it is in a step), and in rounds over all figures, so that a change of load meets all
+of them alike. It is the median over the rounds of the slowest rank's. The same code runs on CPUs over gloo and on GPUs
+over NCCL.
 """
 
 from __future__ import annotations
@@ -19,7 +22,8 @@ from torch import Tensor
 
 __all__ = ["Sample", "measure", "measurement_count"]
 
-_REPEATS = 7
+_ROUNDS = 3
+_WINDOW_S = 0.06
 _TINY_OPS = 50
 
 
@@ -50,16 +54,21 @@ class _Job:
     shape: str
     prepare: Callable[[], Callable[[], Any]]
     group: dist.ProcessGroup | None = None
+    calls: int = 1  # of what is measured, in one run
+
+    def sample(self, seconds: float) -> Sample:
+        ranks = 1 if self.group is None else self.group.size()
+        return Sample(self.kind, self.dtype, self.amount, seconds, ranks, self.shape)
 
 
 _DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def measurement_count(device: torch.device, group_sizes: Sequence[int]) -> int:
-    """How many samples `measure` takes, for a progress bar."""
+    """How often `measure` reports, for a progress bar: each figure once a round."""
     sizes = _sizes(device)
     compute = len(sizes.dtypes) * len(sizes.products) + 3
-    return compute + sum(5 * len(sizes.messages) for n in group_sizes if n > 1)
+    return _ROUNDS * (compute + sum(5 * len(sizes.messages) for n in group_sizes if n > 1))
 
 
 def measure(
@@ -69,20 +78,14 @@ def measure(
 
     Collective if a process group exists: every rank measures at the same time and gets the same samples.
     """
-    samples = []
-    for job in _jobs(device, group_sizes):
-        sample = Sample(
-            job.kind,
-            job.dtype,
-            job.amount,
-            _seconds(job, device),
-            1 if job.group is None else job.group.size(),
-            job.shape,
-        )
-        samples.append(sample)
-        if progress is not None:
-            progress(sample)
-    return samples
+    jobs = list(_jobs(device, group_sizes))
+    times: list[list[float]] = [[] for _ in jobs]
+    for _ in range(_ROUNDS):
+        for job, taken in zip(jobs, times, strict=True):
+            taken.append(_seconds(job, device))
+            if progress is not None:
+                progress(job.sample(taken[-1]))
+    return [job.sample(statistics.median(taken)) for job, taken in zip(jobs, times, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -171,7 +174,7 @@ def _group_of(size: int) -> dist.ProcessGroup:
 
 
 def _collectives(nbytes: int, group: dist.ProcessGroup, device: torch.device) -> Iterator[_Job]:
-    """`nbytes` of the whole tensor; a send moves them to the neighbour and another ones back."""
+    """`nbytes` of the whole tensor; a send moves them to the neighbour, who sends as many back."""
     n = group.size()
     elements = max(1, nbytes // 4 // n) * n
     part = elements // n
@@ -179,42 +182,54 @@ def _collectives(nbytes: int, group: dist.ProcessGroup, device: torch.device) ->
     all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-    def job(kind: str, run: Callable[[Tensor, Tensor], Any]) -> _Job:
+    def job(kind: str, run: Callable[[Tensor, Tensor], Any], calls: int = 1) -> _Job:
         def prepare() -> Callable[[], Any]:
             large, small = torch.ones(elements, device=device), torch.ones(part, device=device)
             return lambda: run(large, small)
 
-        return _Job(kind, "fp32", whole, f"{int(whole)} bytes over {n}", prepare, group)
+        return _Job(kind, "fp32", whole, f"{int(whole)} bytes over {n}", prepare, group, calls)
 
     yield job("all_reduce", lambda large, small: dist.all_reduce(large, group=group))
     yield job("all_gather", lambda large, small: all_gather(large, small, group=group))
     yield job("reduce_scatter", lambda large, small: reduce_scatter(small, large, group=group))
     yield job("all_to_all", lambda large, small: dist.all_to_all_single(torch.empty_like(large), large, group=group))
-    yield job("send", lambda large, small: _to_neighbour(large, group))
+    yield job("send", lambda large, small: _to_neighbour_and_back(large, group), calls=2)
 
 
-def _to_neighbour(tensor: Tensor, group: dist.ProcessGroup) -> None:
-    """Even ranks send to the odd one above them; an odd one out has nothing to do."""
+def _to_neighbour_and_back(tensor: Tensor, group: dist.ProcessGroup) -> None:
+    """Even ranks send to the odd one above them, then wait for its answer; an odd one out has nothing to do."""
     ranks, here = dist.get_process_group_ranks(group), group.rank()
     peer = here ^ 1
     if peer < len(ranks):
-        if here % 2 == 0:
-            dist.send(tensor, ranks[peer], group=group)
-        else:
-            dist.recv(tensor, ranks[peer], group=group)
+        turns = (dist.send, dist.recv) if here % 2 == 0 else (dist.recv, dist.send)
+        for turn in turns:
+            turn(tensor, ranks[peer], group=group)
 
 
 def _seconds(job: _Job, device: torch.device) -> float:
+    """Mean of as many runs as fill the window; every rank makes the same number. It is found by doubling: the time of a
+    few runs says too little on a busy machine."""
     run = job.prepare()
     run()
-    times = []
-    for _ in range(_REPEATS):
-        _together(device)
-        start = time.perf_counter()
+    runs, seconds = 1, _timed(run, 1, device, job)
+    while seconds * runs * job.calls < _WINDOW_S / 2:
+        runs *= 2
+        seconds = _timed(run, runs, device, job)
+    return seconds
+
+
+def _timed(run: Callable[[], Any], runs: int, device: torch.device, job: _Job) -> float:
+    _together(device)
+    start = time.perf_counter()
+    for _ in range(runs):
         run()
-        _finish(device)
-        times.append(time.perf_counter() - start)
-    slowest = torch.tensor(statistics.median(times), dtype=torch.float64, device=device)
+    _finish(device)
+    return _slowest((time.perf_counter() - start) / (runs * job.calls), device)
+
+
+def _slowest(seconds: float, device: torch.device) -> float:
+    """Of all ranks."""
+    slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
     if dist.is_initialized():
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return float(slowest)
