@@ -190,6 +190,17 @@ class SettingPrice:
         """Working set of a stage's ends."""
         return max(self.loss_bytes(stage), self.blocks.prologue.work.working_bytes if stage == 0 else 0.0)
 
+    def put_off_bytes(self, stage: int) -> float:
+        """Zero-bubble: gradients of products' outputs, which the put-off half of a backward reads, of the micro-batch at
+        hand and of as many before as the stage's index (the first stage puts off whole backwards). Layers are counted
+        as if spread evenly: which stage has how many is not known yet."""
+        if self.setting.schedule != "zero-bubble" or stage == 0:
+            return 0.0
+        repeats = self.prices.repeats.values()
+        made = sum(n * layer.bytes.product_outputs for n, layer in zip(repeats, self.classes, strict=True)) / self.pp
+        made += self.blocks.logits * self.recipe.parameter_bytes if stage == self.pp - 1 else 0.0
+        return (min(self.m, stage) + 1) * made / self.setting.virtual_stages
+
     def communication_bytes(self, stage: int) -> float:
         """Gathered units, and per micro-batch in flight each chunk's output, held for its backward. Without ZeRO
         gradients are summed where they lie."""
@@ -230,7 +241,8 @@ class SettingPrice:
         epilogue = (flight - 1) * self.blocks.epilogue.work.saved_bytes if stage == self.pp - 1 else 0.0
         rest = price.memory_bytes - sum(parts.values()) - epilogue
         kept = self._kept_bytes(price)
-        working = rest - flight * (kept + problem.saved_bytes) if kept is not None else 0.0
+        put_off = self.put_off_bytes(stage)
+        working = rest - flight * (kept + problem.saved_bytes) - put_off if kept is not None else 0.0
         at_loss = stage == self.pp - 1 and kept is not None and abs(working - problem.transient_bytes) < 1.0
         logits = epilogue + (working if at_loss else 0.0)
         parts["activations"] = rest + epilogue - logits
@@ -285,6 +297,7 @@ class SettingPrice:
         no_layers = [0] * len(self.classes)
         static = self.parameters(stage, no_layers) * sum(self.state.values()) + self.communication_bytes(stage)
         static += (flight - 1) * self.blocks.epilogue.work.saved_bytes if last else 0.0
+        static += self.put_off_bytes(stage)
         return StageCost(
             time_s=self.ends_s(stage) + self.send_s,
             static_bytes=static,

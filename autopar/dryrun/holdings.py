@@ -83,8 +83,10 @@ class Holdings:
         self.reducer.finish()
 
     def name_whole_tensors(self, stage: int) -> None:
-        """Call it between micro-batches: whole parameters that FSDP keeps for the step, and gradients that it has not
-        reduced, are no activations."""
+        """Call it between micro-batches: whole parameters that FSDP keeps for the step, gradients that it has not
+        reduced, and those of backwards in halves, which call no hooks, are no activations."""
+        for parameter in self.parameters.values():
+            self._on_gradient(parameter)
         for module in self.graphs[stage].modules():
             for unit in _units(module):
                 if self.plan.zero < 3:

@@ -48,6 +48,7 @@ LAYOUTS = (
     "tp=4 sp=true checkpoint=selective-ops",
     "pp=4 schedule=1f1b checkpoint=none",
     "pp=2 tp=2 schedule=interleaved virtual_stages=2 checkpoint=none",
+    "pp=2 dp=2 zero=0 schedule=zero-bubble checkpoint=none",
     "cp=4 context_parallel=ring zero=0 checkpoint=none",
     "cp=2 tp=2 context_parallel=all-gather zero=0 checkpoint=full",
 )
