@@ -191,9 +191,9 @@ class SettingPrice:
         return max(self.loss_bytes(stage), self.blocks.prologue.work.working_bytes if stage == 0 else 0.0)
 
     def put_off_bytes(self, stage: int) -> float:
-        """Zero-bubble: gradients of products' outputs, which the put-off half of a backward reads, of the micro-batch at
-        hand and of as many before as the stage's index (the first stage puts off whole backwards). Layers are counted
-        as if spread evenly: which stage has how many is not known yet."""
+        """Zero-bubble: gradients of products' outputs, which the put-off half of a backward reads, of the micro-batch
+        at hand and of as many before as the stage's index (the first stage puts off whole backwards). Layers are
+        counted as if spread evenly: which stage has how many is not known yet."""
         if self.setting.schedule != "zero-bubble" or stage == 0:
             return 0.0
         repeats = self.prices.repeats.values()
