@@ -53,6 +53,7 @@ class ParallelModule(nn.Module):
                  fp32 masters are fp32 anyway). "dp" stands for all sums of parameter gradients
     non_finite   what a step does about gradients that are not finite: "keep" does not look; "skip" drops them, so that
                  the optimizer does nothing; "stop" raises AutoparError naming parameters, ranks and step. fp16 skips
+                 while its loss scaling looks for a factor, whichever of them is chosen
     """
 
     def __init__(

@@ -22,7 +22,8 @@ class StepJudge:
     """Called once a step, on all ranks, with this step's gradients complete; see ParallelModule for `non_finite`.
 
     Whether gradients are finite is one number that all ranks agree on: all skip a step, or none. A skipped step has no
-    gradients at all, so any optimizer leaves weights and state as they are.
+    gradients at all, so any optimizer leaves weights and state as they are. In fp16 an overflow is how the factor of
+    the loss is found: it is skipped, and stops a run only where there is no factor left to lower.
     """
 
     def __init__(
@@ -48,16 +49,16 @@ class StepJudge:
         if finite and self._scale is not None:
             self._norm.scale(1.0 / self._scale.value)
         if not finite:
-            self._drop()
+            self._drop(stop=self._stops and (self._scale is None or bool(self._scale.value <= 1)))
         if self._scale is not None:
             self._scale.update(finite)
 
-    def _drop(self) -> None:
+    def _drop(self, stop: bool) -> None:
         self.skipped += 1
         what = f"step {self.steps}: {self._norm.describe()}"
         for parameter in self._state.parameters.values():
             parameter.grad = None
-        if self._stops:
+        if stop:
             raise AutoparError(what, where="step", try_="a lower learning rate, or non_finite='skip'")
         self._notices.append(f"{what}; skipped")
 

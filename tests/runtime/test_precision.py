@@ -143,6 +143,16 @@ def test_not_finite_gradients_stop_the_run_by_name() -> None:
         pm.step(models.default_batch())
 
 
+def test_in_fp16_an_overflow_stops_a_run_only_when_no_factor_helps() -> None:
+    pm = _mixed(_plan(Degrees(), "fp16"), non_finite="stop")
+    pm._state.copies.of["norm.bias"].register_hook(lambda g: g * float("inf"))
+    for step in range(1, 17):  # from 2**16 down to 1
+        pm.step(models.default_batch())
+        assert pm.notices[-1] == f"step {step}: gradients that are not finite: norm.bias (rank 0); skipped"
+    with pytest.raises(AutoparError, match=r"step 17: gradients that are not finite: norm.bias \(rank 0\)"):
+        pm.step(models.default_batch())
+
+
 def _nm_02() -> tuple[list[float], list[float]]:
     """256 + 0.5 + 0.5 + 0.5 in bf16, forward as a partial sum and backward as the gradient of a copied tensor."""
     mine = torch.tensor([[256.0, 0.5, 0.5, 0.5][dist.get_rank()]], dtype=torch.bfloat16)
