@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -48,16 +49,40 @@ class RankTimeoutError(Exception):
     """Not all ranks finished in time."""
 
 
-def run_ranks(n: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
+def run_ranks(
+    n: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 120.0, once: Callable[[], Any] | None = None
+) -> list[Any]:
     """Run `fn(*args)` on `n` new gloo processes; return its results in rank order.
 
     Inside `fn` the default process group exists (`dist.get_rank()`). `fn` is a module-level function; arguments and
     results are pickled, so ranks share no memory. If a rank fails, its exception is raised here, with the remote
     traceback as cause, as soon as it happens; RankTimeoutError after `timeout_s`. No process outlives the call.
+
+    once: what it returns is the first argument of `fn`, never pickled. It runs before the process group exists, in one
+    process that ranks are forked from: capturing a small model is most of the work of a rank. Beside an accelerator,
+    whose drivers do not survive a fork, each rank calls it.
     """
+    deadline = time.monotonic() + timeout_s
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(_PRELOAD))
-    payload = pickle.dumps((fn, args))
+    payload = pickle.dumps((fn, args, once))
+    if once is None or torch.accelerator.is_available():
+        return _run(context, n, _Call(payload), deadline)
+    reader, writer = context.Pipe(duplex=False)
+    leader = context.Process(target=_lead, args=(n, payload, writer, deadline))
+    leader.start()
+    writer.close()
+    try:
+        # Its ranks are late first, and it says which; it is late itself only before it has any.
+        results: list[Any] = _collect([reader], deadline + 10, "what ranks share")[0]
+        return results
+    finally:
+        leader.kill()  # ranks end with it
+        leader.join()
+        reader.close()
+
+
+def _run(context: Any, n: int, call: Callable[[], Any], deadline: float) -> list[Any]:
     processes: list[BaseProcess] = []
     readers: list[Connection] = []
     with tempfile.TemporaryDirectory(prefix="autopar-ranks-") as folder:
@@ -65,14 +90,13 @@ def run_ranks(n: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 120
         try:
             for rank in range(n):
                 reader, writer = context.Pipe(duplex=False)
-                process: BaseProcess = context.Process(
-                    target=_rank_main, args=(rank, n, store, payload, writer, timeout_s), daemon=True
-                )
+                arguments = (rank, n, store, call, writer, max(1.0, deadline - time.monotonic()))
+                process: BaseProcess = context.Process(target=_rank_main, args=arguments, daemon=True)
                 process.start()
                 writer.close()
                 processes.append(process)
                 readers.append(reader)
-            return _collect(readers, time.monotonic() + timeout_s, timeout_s)
+            return _collect(readers, deadline)
         finally:
             for process in processes:
                 if process.exitcode is None:
@@ -82,14 +106,41 @@ def run_ranks(n: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 120
                 reader.close()
 
 
-def _collect(readers: list[Connection], deadline: float, timeout_s: float) -> list[Any]:
+class _Call:
+    """`fn` as a rank runs it, from its pickled form."""
+
+    def __init__(self, payload: bytes) -> None:
+        self._payload = payload
+
+    def __call__(self) -> Any:
+        fn, args, once = pickle.loads(self._payload)
+        return fn(*args) if once is None else fn(once(), *args)
+
+
+def _lead(n: int, payload: bytes, writer: Connection, deadline: float) -> None:
+    """Prepare what ranks share, and fork them."""
+    torch.set_num_threads(1)  # threads would be lost in forks
+    try:
+        fn, args, once = pickle.loads(payload)
+        call = partial(fn, once(), *args)
+        reply = pickle.dumps((True, _run(multiprocessing.get_context("fork"), n, call, deadline), ""))
+    except Exception as error:  # noqa: BLE001 - the border of the process: whatever it was goes to the parent
+        text = str(error.__cause__) if isinstance(error.__cause__, RemoteTracebackError) else traceback.format_exc()
+        reply = pickle.dumps((False, _portable(error), text))
+    with contextlib.suppress(BrokenPipeError):
+        writer.send_bytes(reply)
+    writer.close()
+
+
+def _collect(readers: list[Connection], deadline: float, what: str = "") -> list[Any]:
+    started = time.monotonic()
     results: dict[int, Any] = {}
     pending = {reader: rank for rank, reader in enumerate(readers)}
     while pending:
         ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
-            late = sorted(pending.values())
-            raise RankTimeoutError(f"ranks {late} of {len(readers)} did not finish within {timeout_s:g} s")
+            late = what or f"ranks {sorted(pending.values())} of {len(readers)}"
+            raise RankTimeoutError(f"{late} did not finish within {deadline - started:.3g} s")
         for reader in ready:
             assert isinstance(reader, Connection)
             rank = pending.pop(reader)
@@ -111,11 +162,10 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _rank_main(rank: int, n: int, store: str, payload: bytes, writer: Connection, timeout_s: float) -> None:
+def _rank_main(rank: int, n: int, store: str, call: Callable[[], Any], writer: Connection, timeout_s: float) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // n))
     try:
-        fn, args = pickle.loads(payload)
         dist.init_process_group(
             "gloo",
             store=dist.FileStore(store, n),  # type: ignore[attr-defined]
@@ -123,7 +173,7 @@ def _rank_main(rank: int, n: int, store: str, payload: bytes, writer: Connection
             world_size=n,
             timeout=timedelta(seconds=timeout_s),
         )
-        reply = pickle.dumps((True, fn(*args), ""))
+        reply = pickle.dumps((True, call(), ""))
         dist.barrier()  # a rank that leaves early would close connections others still read from
     except Exception as error:  # noqa: BLE001 - the border of the process: whatever it was goes to the parent
         reply = pickle.dumps((False, _portable(error), traceback.format_exc()))

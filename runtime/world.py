@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from weakref import WeakKeyDictionary
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -13,6 +16,10 @@ from autopar.plan import Plan
 from autopar.runtime.clock import waiting
 
 __all__ = ["World"]
+
+_meshes: WeakKeyDictionary[dist.ProcessGroup, dict[object, DeviceMesh]] = WeakKeyDictionary()
+"""Of each default process group, by what they are: a process that builds many modules (verify, tests) makes their
+groups once. Nobody could say when to end them, and every group of gloo has threads of its own, which poll."""
 
 
 class World:
@@ -42,8 +49,12 @@ class World:
         self.position = plan.degrees.coordinates(self.rank)
         self.mesh: DeviceMesh | None = None
         if size > 1:
-            self.mesh = init_device_mesh(device.type, plan.degrees.shape, mesh_dim_names=AXES)
+            self.mesh = self._new_mesh(plan.degrees.shape, AXES)
         self.data_mesh  # noqa: B018 - its groups are made here, where every rank takes part
+
+    def _new_mesh(self, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+        kind = self.device.type
+        return _once((kind, sizes, names), lambda: init_device_mesh(kind, sizes, mesh_dim_names=names))
 
     @property
     def alone(self) -> bool:
@@ -66,7 +77,8 @@ class World:
             return None
         if self._data is None:
             # Collective the first time: every rank builds a World and asks.
-            self._data = self.mesh["dp", "cp"]._flatten("data")
+            mesh = self.mesh
+            self._data = _once((self.device.type, mesh.shape, "data"), lambda: mesh["dp", "cp"]._flatten("data"))
         return self._data
 
     def shard_mesh(self, group: int) -> DeviceMesh:
@@ -79,8 +91,7 @@ class World:
             return data
         if self._hybrid is None:
             sizes = (self.size("pp"), data.size() // size, size, self.size("tp"))
-            whole = init_device_mesh(self.device.type, sizes, mesh_dim_names=("pp", "copies", "shards", "tp"))
-            self._hybrid = whole["copies", "shards"]
+            self._hybrid = self._new_mesh(sizes, ("pp", "copies", "shards", "tp"))["copies", "shards"]
         return self._hybrid
 
     def data_group(self, over_cp: bool) -> dist.ProcessGroup | None:
@@ -125,6 +136,15 @@ class World:
         if group is not None:
             with waiting(group):
                 dist.broadcast(value, src=self.global_rank(axis, index), group=group)
+
+
+def _once(key: object, make: Callable[[], DeviceMesh]) -> DeviceMesh:
+    world = dist.group.WORLD
+    assert world is not None
+    known = _meshes.setdefault(world, {})
+    if key not in known:
+        known[key] = make()
+    return known[key]
 
 
 def _agree_on(plan: Plan, device: torch.device) -> None:

@@ -63,7 +63,7 @@ def verify(
     processes within `pins`. Raises AutoparError if there is none, or the model cannot be captured.
     """
     results: list[VerifyResult] = run_ranks(
-        ranks, _compare, model, ranks, pins, [plan], dtype, steps, timeout_s=timeout_s
+        ranks, _compare, ranks, pins, [plan], once=_once(model, pins, dtype, steps), timeout_s=timeout_s
     )[0]
     return results[0]
 
@@ -74,7 +74,7 @@ def verify_plans(
     """Several plans of equal world size on one set of processes: the model is built and captured once."""
     ranks = plans[0].degrees.world_size
     results: list[VerifyResult] = run_ranks(
-        ranks, _compare, model, ranks, None, list(plans), dtype, steps, timeout_s=timeout_s
+        ranks, _compare, ranks, None, list(plans), once=_once(model, None, dtype, steps), timeout_s=timeout_s
     )[0]
     return results
 
@@ -92,13 +92,17 @@ def verify_all(
     the pins, each compared with one process; the model is built and captured once. What a plan cannot run is listed
     with the reason."""
     result: MatrixResult = run_ranks(
-        ranks, _compare_all, model, ranks, pins or Pins(), dtype, steps, timeout_s=timeout_s
+        ranks, _compare_all, ranks, pins or Pins(), once=_once(model, pins, dtype, steps), timeout_s=timeout_s
     )[0]
     return result
 
 
+def _once(model: str | Factory, pins: Pins | None, dtype: str, steps: int) -> Callable[[], _Comparison]:
+    return partial(_Comparison, model, pins or Pins(), dtype, steps)
+
+
 class _Comparison:
-    """One model and its reference on this rank; plans are held against it. Collective."""
+    """One model and its reference; plans are held against it on every rank."""
 
     def __init__(self, model: str | Factory, pins: Pins, dtype: str, steps: int) -> None:
         wanted = _DTYPES.get(dtype)
@@ -107,36 +111,31 @@ class _Comparison:
         self._module, self.batch = _materialize(model, wanted, pins)
         self.traced, notices = _without_dropout(self._module, self.batch)
         self._notices = notices if wanted != torch.bfloat16 else (*notices, _ROUNDS)
-        self._tolerance, self._steps = _tolerance(self._module, wanted), steps
-        # On every rank: each compares its own view.
+        self._tolerance, self.steps = _tolerance(self._module, wanted), steps
         self._reference = Record.of_model(self._module, self.batch, steps)
 
     def run(self, plan: Plan) -> VerifyResult:
+        """Collective; every rank compares its own view."""
         pm = build(copied(self._module), self.traced, plan)
-        record = Record.of_parallel(pm, self.batch, self._steps, self._module.state_dict())
+        record = Record.of_parallel(pm, self.batch, self.steps, self._module.state_dict())
         copies = [name for names in everyone(pm.differing_copies()) for name in names]
-        result = compared(record, self._reference, plan, self._tolerance, self._steps, copies)
+        result = compared(record, self._reference, plan, self._tolerance, self.steps, copies)
         return replace(result, notices=self._notices)
 
 
-def _compare(
-    model: str | Factory, ranks: int, pins: Pins | None, plans: list[Plan | None], dtype: str, steps: int
-) -> list[VerifyResult]:
+def _compare(comparison: _Comparison, ranks: int, pins: Pins | None, plans: list[Plan | None]) -> list[VerifyResult]:
     """On every rank; the results are those of rank 0."""
-    pins = pins or Pins()
-    comparison = _Comparison(model, pins, dtype, steps)
     results = []
     for plan in plans:
         if plan is None:
             size = batch_size(comparison.traced, comparison.batch)
-            plan = _from_rank_zero(partial(pinned_plan, comparison.traced, ranks, pins, *size))
+            plan = _from_rank_zero(partial(pinned_plan, comparison.traced, ranks, pins or Pins(), *size))
         results.append(comparison.run(plan))
     return results
 
 
-def _compare_all(model: str | Factory, ranks: int, pins: Pins, dtype: str, steps: int) -> MatrixResult:
+def _compare_all(comparison: _Comparison, ranks: int, pins: Pins) -> MatrixResult:
     """On every rank; the result is that of rank 0."""
-    comparison = _Comparison(model, pins, dtype, steps)
     rows, seq_len = batch_size(comparison.traced, comparison.batch)
     layouts = FixedLayouts(comparison.traced, rows, seq_len)
     cases = list(every_case(ranks, pins, rows, seq_len))
@@ -148,7 +147,7 @@ def _compare_all(model: str | Factory, ranks: int, pins: Pins, dtype: str, steps
         except AutoparError as error:
             done.append(Case(degrees, mix, error.what))
         show_progress(done[-1], len(done), len(cases))
-    return MatrixResult(tuple(done), steps)
+    return MatrixResult(tuple(done), comparison.steps)
 
 
 def _from_rank_zero(find: Callable[[], Plan]) -> Plan:
@@ -200,7 +199,10 @@ def _materialize(model: str | Factory, dtype: torch.dtype, pins: Pins) -> tuple[
 
 
 def _same_everywhere(module: nn.Module, batch: Mapping[str, Any]) -> tuple[nn.Module, Mapping[str, Any]]:
-    """Rank 0's weights and batch on every rank: a user's factory may draw from a generator that torch does not seed."""
+    """Rank 0's weights and batch on every rank, where each makes its own: a user's factory may draw from a generator
+    that torch does not seed."""
+    if not dist.is_initialized():
+        return module, batch
     given: list[Any] = [(module.state_dict(), batch) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(given, src=0)
     state, batch = given[0]
