@@ -16,8 +16,9 @@ from autopar.mesh import Degrees
 from autopar.passes import prepare
 from autopar.plan import Plan
 from autopar.runtime.launch import run_ranks
+from autopar.specs import Pins
 from autopar.trace import trace
-from autopar.verify import _compare
+from autopar.verify import _compare, _Comparison
 from tests import models, plans
 
 pytestmark = pytest.mark.distributed
@@ -123,11 +124,11 @@ def _parity() -> list[str]:
     }
     failed = []
     for factory, some in wanted.items():
-        for result in _compare(factory, 2, None, list(some), "float64", 2):
+        for result in _compare(_Comparison(factory, Pins(), "float64", 2), 2, None, list(some)):
             if not result.passed:
                 failed.append(f"{factory.__name__}\n{result.text()}")
     with pytest.raises(SpecError, match="everything before stage 1 is frozen, and the split backward would lose"):
-        _compare(first_stage_frozen, 2, None, [split], "float64", 1)
+        _compare(_Comparison(first_stage_frozen, Pins(), "float64", 1), 2, None, [split])
     return failed
 
 

@@ -10,9 +10,10 @@ from torch import nn
 
 from autopar.mesh import Degrees
 from autopar.runtime import collectives, reductions
-from autopar.runtime.engine import ParallelModule
 from autopar.runtime.launch import run_ranks
-from autopar.verify import VerifyResult, _compare
+from autopar.runtime.training_step import TrainingStep
+from autopar.specs import Pins
+from autopar.verify import VerifyResult, _compare, _Comparison
 from tests import models, plans
 
 pytestmark = pytest.mark.distributed
@@ -33,8 +34,8 @@ def _bias_twice() -> None:
 
 
 def _loss_twice() -> None:
-    scaled = ParallelModule._scaled_loss
-    ParallelModule._scaled_loss = lambda self, x: 2 * scaled(self, x)  # type: ignore[method-assign]
+    scaled = TrainingStep._scaled_loss
+    TrainingStep._scaled_loss = lambda self, x: 2 * scaled(self, x)  # type: ignore[method-assign]
 
 
 def _checked(fault: Any) -> list[VerifyResult]:
@@ -45,7 +46,9 @@ def _checked(fault: Any) -> list[VerifyResult]:
     results = []
     for dtype in dtypes:
         precision = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16"}[dtype]
-        results += _compare(tiny_gpt, 2, None, [p.replace(precision=precision) for p in wanted], dtype, 1)
+        results += _compare(
+            _Comparison(tiny_gpt, Pins(), dtype, 1), 2, None, [p.replace(precision=precision) for p in wanted]
+        )
     return results
 
 

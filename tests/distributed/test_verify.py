@@ -14,11 +14,11 @@ from autopar.api import parallelize
 from autopar.errors import AutoparError, PlanMismatchError
 from autopar.mesh import Degrees
 from autopar.placement import CONVERSIONS
-from autopar.runtime.engine import ParallelModule
 from autopar.runtime.launch import run_ranks
 from autopar.runtime.reducer import GradientReducer
+from autopar.runtime.training_step import TrainingStep
 from autopar.specs import ClusterSpec, Pins, TrainSpec
-from autopar.verify import VerifyResult, _compare, verify, verify_plans
+from autopar.verify import VerifyResult, _compare, _Comparison, verify, verify_plans
 from tests import models, plans
 
 pytestmark = pytest.mark.distributed
@@ -118,10 +118,10 @@ def _with_fault(fault: str) -> VerifyResult:
     elif fault == "partial norms not summed":
         _drop_sums()
     elif fault == "loss counted twice":
-        scaled = ParallelModule._scaled_loss
-        ParallelModule._scaled_loss = lambda self, x: 2 * scaled(self, x)  # type: ignore[method-assign]
+        scaled = TrainingStep._scaled_loss
+        TrainingStep._scaled_loss = lambda self, x: 2 * scaled(self, x)  # type: ignore[method-assign]
     plan = plans.megatron("tiny_gpt", Degrees(tp=2))
-    return _compare(tiny_gpt, 2, None, [plan], "float64", 1)[0]
+    return _compare(_Comparison(tiny_gpt, Pins(), "float64", 1), 2, None, [plan])[0]
 
 
 def _drop_sums() -> None:
