@@ -11,7 +11,7 @@ import numpy as np
 from autopar.cost_model.candidates import SEGMENTS, Partition, Setting, SettingGroup, lower_bound
 from autopar.cost_model.comm_cost import GroupCost, group_cost
 from autopar.cost_model.constant_table import load_constants
-from autopar.cost_model.memory import Recipe, state_bytes
+from autopar.cost_model.memory import Recipe, frozen_bytes, state_bytes
 from autopar.cost_model.model_prices import BlockPrices, ModelPrices
 from autopar.cost_model.own_stack import own_traits
 from autopar.cost_model.pipeline_ilp import PipelineSolution, prove, solve_pipeline
@@ -56,7 +56,8 @@ class Evaluator:
         self.modes = MODES if pins.checkpoint is None else (pins.checkpoint,)
         self.segments = SEGMENTS if pins.checkpoint_segment is None else (pins.checkpoint_segment,)
         self._constants = load_constants().of(cluster.device)
-        self._parameter_count = prices.traced.parameter_count
+        self._trained_count = sum(p.numel for p in prices.traced.parameters.values() if p.requires_grad)
+        self._frozen_count = prices.traced.parameter_count - self._trained_count
         self._whole_s: dict[tuple[int, bool], _KnownPrices] = defaultdict(_KnownPrices)
         self._singles: dict[int, tuple[float, float]] = {}
         self.splits_backward = splits_backward
@@ -143,15 +144,19 @@ class Evaluator:
 
     def least_bytes(self, setting: Setting) -> float:
         """No cut needs less on its fullest rank."""
-        held, kept = self._held(setting.partition)
-        return held * self._state_bytes(setting) + kept
+        trained, frozen, kept = self._held(setting.partition)
+        own = frozen_bytes(self.recipe, setting.zero, setting.zero_shard)
+        return trained * self._state_bytes(setting) + frozen * own + kept
 
-    def _held(self, partition: Partition) -> tuple[float, float]:
-        """Parameters of the mean stage, and bytes that the leanest layer keeps."""
+    def _held(self, partition: Partition) -> tuple[float, float, float]:
+        """Trained and frozen parameters of the mean stage, and bytes that the leanest layer keeps."""
         blocks, pp = self.blocks(partition), partition.degrees.pp
-        held = sum(n * blocks.layers[c].unit.parameters for c, n in self.prices.repeats.items())
-        held += blocks.prologue.parameters + blocks.epilogue.parameters - (blocks.tied_parameters if pp == 1 else 0.0)
-        return held / pp, min((layer.bytes.saved for layer in blocks.layers.values()), default=0.0)
+        units = [(n, blocks.layers[c].unit) for c, n in self.prices.repeats.items()]
+        units += [(1, blocks.prologue), (1, blocks.epilogue)]
+        held = sum(n * unit.parameters for n, unit in units) - (blocks.tied_parameters if pp == 1 else 0.0)
+        frozen = sum(n * unit.frozen for n, unit in units) - (blocks.tied_frozen if pp == 1 else 0.0)
+        kept = min((layer.bytes.saved for layer in blocks.layers.values()), default=0.0)
+        return (held - frozen) / pp, frozen / pp, kept
 
     def _state_bytes(self, setting: Setting) -> float:
         return sum(state_bytes(self.recipe, setting.zero, setting.zero_shard, fully_sharded=True).values())
@@ -250,7 +255,9 @@ class Evaluator:
         beside them what one layer keeps for its backward, exceed the device. (A recomputed layer keeps it too, for as
         long as its backward runs.)"""
         d, device = partition.degrees, self.cluster.device
-        static = self._parameter_count * self.recipe.total_bytes / (d.pp * d.tp * d.dp * d.cp)
+        frozen = frozen_bytes(self.recipe, 3, 1)
+        states = self._trained_count * self.recipe.total_bytes + self._frozen_count * frozen
+        static = states / (d.pp * d.tp * d.dp * d.cp)
         whole = self.prices.single_rank(partition.micro_batch)
         kept = min((layer.bytes.saved for layer in whole.layers.values()), default=0.0) / (d.cp * d.tp)
         return static + kept > device.memory_bytes - device.reserved_bytes

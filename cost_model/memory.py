@@ -26,6 +26,7 @@ __all__ = [
     "LayerBytes",
     "Recipe",
     "flights",
+    "frozen_bytes",
     "gathered_bytes",
     "in_flight",
     "loss_bytes",
@@ -109,6 +110,14 @@ def state_bytes(recipe: Recipe, zero: int, shard: int, *, fully_sharded: bool = 
         "gradients": recipe.gradient_bytes / (shard if zero == 2 else 1),
         "optimizer": recipe.optimizer_bytes / (shard if zero else 1),
     }
+
+
+def frozen_bytes(recipe: Recipe, zero: int, shard: int) -> float:
+    """Bytes of a frozen parameter on one of `shard` ranks: no gradient and no moments. Below ZeRO 3 it stays whole, its
+    master with it (docs/zero.md)."""
+    if zero == 3:
+        return (recipe.master_bytes or recipe.parameter_bytes) / max(1, shard)
+    return recipe.parameter_bytes + recipe.master_bytes
 
 
 @dataclass(frozen=True)

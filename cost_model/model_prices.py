@@ -87,13 +87,14 @@ class LayerPrice:
 @dataclass(frozen=True, eq=False)
 class BlockPrices:
     """One model at one (tp, cp, sequence sharding, micro-batch). `border_bytes`: local bytes of the residual stream;
-    `logits`: local elements; `layout` covers the first layer of each class and the glue. `tied_parameters` are counted
-    in both ends: a rank that holds both holds them once."""
+    `logits`: local elements; `layout` covers the first layer of each class and the glue. `tied_parameters` (and
+    `tied_frozen`, of them) are counted in both ends: a rank that holds both holds them once."""
 
     layers: Mapping[str, LayerPrice]
     prologue: Unit
     epilogue: Unit
     tied_parameters: float
+    tied_frozen: float
     border_bytes: float
     logits: float
     layout: Layout = field(repr=False, default_factory=dict)
@@ -255,8 +256,9 @@ class ModelPrices:
             found = block_work(self.traced, nodes, layout, measures, tp=tp, sequence_sharding=sp)
             return attention_over_context(found, cp)
 
-        def unit(done: BlockWork, parameters: float, **attention: float) -> Unit:
-            return Unit(done, price_work(done, self.machine, group), parameters, **attention)
+        def unit(done: BlockWork, held: Mapping[str, float], **attention: float) -> Unit:
+            frozen = sum(n for name, n in held.items() if not self.traced.parameters[name].requires_grad)
+            return Unit(done, price_work(done, self.machine, group), sum(held.values()), frozen=frozen, **attention)
 
         border = self.border_bytes(micro_batch, cp) / (tp if sp else 1)
         layers = {}
@@ -265,16 +267,17 @@ class ModelPrices:
                 work(c, block.nodes),
                 AttentionBytes.of(block.nodes, layout, self.measures(c, micro_batch, cp), tp),
             )
-            held = sum(self._local_parameters(block.nodes, layout, tp).values())
+            held = self._local_parameters(block.nodes, layout, tp)
             layers[c] = LayerPrice(
                 unit(done, held, key_value_bytes=reads.key_values, query_bytes=reads.queries),
                 LayerBytes(done.saved_bytes, done.working_bytes, border, reads.core, reads.core, reads.products),
                 reads.queries > 0,
             )
         first, last = (self._local_parameters(nodes, layout, tp) for nodes in (self.prologue, self.epilogue))
+        tied = {name: n for name, n in last.items() if name in first}
         return BlockPrices(
-            layers, unit(work("glue", self.prologue), sum(first.values())),
-            unit(work("glue", self.epilogue), sum(last.values())), sum(n for name, n in last.items() if name in first),
+            layers, unit(work("glue", self.prologue), first), unit(work("glue", self.epilogue), last),
+            sum(tied.values()), sum(n for name, n in tied.items() if not self.traced.parameters[name].requires_grad),
             border, self._logits(layout, micro_batch, cp, tp), layout,
         )  # fmt: skip
 

@@ -28,7 +28,7 @@ def collectives_of(price: SettingPrice, solution: PipelineSolution) -> tuple[Map
         borders = 2 * price.setting.virtual_stages - (slowest == 0) - (slowest == price.pp - 1)
         tally["send", "pp", round(price.blocks.border_bytes)] += m * borders
     if d.dp * d.cp > 1:
-        _count_data_parallel(tally, price, price.parameters(slowest, stage.counts))
+        _count_data_parallel(tally, price, price.trained(slowest, stage.counts), price.frozen(slowest, stage.counts))
     return tuple({"kind": k, "axis": a, "bytes": b, "count": n} for (k, a, b), n in tally.items() if b and n)
 
 
@@ -45,10 +45,13 @@ def _count_exchange(tally: Counter[tuple[str, str, int]], price: SettingPrice, u
         tally["all_to_all", "cp", round((2 * unit.query_bytes + keys) * cp)] += 2 * times
 
 
-def _count_data_parallel(tally: Counter[tuple[str, str, int]], price: SettingPrice, parameters: float) -> None:
+def _count_data_parallel(
+    tally: Counter[tuple[str, str, int]], price: SettingPrice, parameters: float, frozen: float
+) -> None:
     zero, traits, m = price.setting.zero, price.step.traits, price.m
     if zero == 0:
         tally["all_reduce", "dp", round(parameters * traits.reduce_bytes)] += 1
         return
     tally["reduce_scatter", "dp", round(parameters * traits.reduce_bytes)] += 1 if zero == 1 else m
-    tally["all_gather", "dp", round(parameters * traits.gather_bytes)] += 2 * m if zero == 3 else 1
+    gathered = parameters + (frozen if zero == 3 else 0.0)
+    tally["all_gather", "dp", round(gathered * traits.gather_bytes)] += 2 * m if zero == 3 else 1

@@ -60,12 +60,15 @@ class SettingPrice:
         constants = load_constants().of(cluster.device)
         self.step = StepPrice(layout, cluster, traits, prices.machine, constants, recipe)
         self.state = memory.state_bytes(recipe, setting.zero, setting.zero_shard, fully_sharded=True)
+        self._frozen_bytes = memory.frozen_bytes(recipe, setting.zero, setting.zero_shard)
         self._modes = modes
         self._parts: dict[tuple[int, str], dict[str, float]] = {}
         self._tails: dict[tuple[bool, bool, tuple[int, ...]], float] = {}
         self.send_s = self.step.send_s(blocks.border_bytes)
-        tied = blocks.tied_parameters if self.pp == 1 else 0.0  # one tensor where both ends are
-        epilogue = replace(blocks.epilogue, parameters=blocks.epilogue.parameters - tied)
+        epilogue = blocks.epilogue
+        if self.pp == 1:  # one tensor where both ends are
+            held = epilogue.parameters - blocks.tied_parameters
+            epilogue = replace(epilogue, parameters=held, frozen=epilogue.frozen - blocks.tied_frozen)
         self.ends = [(0, blocks.prologue), (self.pp - 1, epilogue)]
 
     # --- seconds ------------------------------------------------------------------------------------------------------
@@ -99,7 +102,7 @@ class SettingPrice:
         """Lower bound of the longest tail; `units`: layers and their number."""
         forward_s = sum(n * (u.price.forward_s + u.price.forward_communication_s) for n, u in units) / self.pp
         backward_s = sum(n * (u.price.backward_s + u.price.backward_communication_s) for n, u in units) / self.pp
-        held = sum(n * u.parameters for n, u in units) + sum(u.parameters for _, u in self.ends)
+        held = sum(n * u.trained for n, u in units) + sum(u.trained for _, u in self.ends)
         return self.step.least_tail_s(held / self.pp, forward_s, backward_s)
 
     def all_weights_s(self, units: list[tuple[int, Unit]]) -> float:
@@ -113,10 +116,20 @@ class SettingPrice:
     def end_units(self, stage: int) -> Iterator[Unit]:
         return (unit for here, unit in self.ends if here == stage)
 
-    def parameters(self, stage: int, counts: Sequence[int]) -> float:
-        """Local elements on a stage."""
-        held = sum(n * layer.unit.parameters for n, layer in zip(counts, self.classes, strict=True))
-        return held + sum(unit.parameters for unit in self.end_units(stage))
+    def trained(self, stage: int, counts: Sequence[int]) -> float:
+        """Local elements on a stage that are trained."""
+        held = sum(n * layer.unit.trained for n, layer in zip(counts, self.classes, strict=True))
+        return held + sum(unit.trained for unit in self.end_units(stage))
+
+    def frozen(self, stage: int, counts: Sequence[int]) -> float:
+        """Local elements on a stage that are not trained."""
+        held = sum(n * layer.unit.frozen for n, layer in zip(counts, self.classes, strict=True))
+        return held + sum(unit.frozen for unit in self.end_units(stage))
+
+    def state_bytes(self, stage: int, counts: Sequence[int]) -> dict[str, float]:
+        """Parameters, gradients and optimizer state of a stage."""
+        own, frozen = self.trained(stage, counts), self.frozen(stage, counts) * self._frozen_bytes
+        return {name: own * nbytes + (frozen if name == "parameters" else 0.0) for name, nbytes in self.state.items()}
 
     def tail_parts(self, stage: int, counts: Sequence[int]) -> dict[str, float]:
         units = [(n, layer.unit.price) for n, layer in zip(counts, self.classes, strict=True)]
@@ -124,7 +137,7 @@ class SettingPrice:
         backward_s = sum(n * (p.backward_s + p.backward_communication_s) for n, p in units)
         step_tp_s = sum(n * p.step_communication_s for n, p in units)
         step_tp_s += sum(unit.price.step_communication_s for unit in self.end_units(stage))
-        return self.step.tail(self.parameters(stage, counts), forward_s, backward_s, step_tp_s)
+        return self.step.tail(self.trained(stage, counts), forward_s, backward_s, step_tp_s)
 
     def _tail_s(self, stage: int, counts: tuple[int, ...]) -> float:
         """Stages between the first and the last are alike."""
@@ -223,7 +236,7 @@ class SettingPrice:
         """[setting, stage]: what a stage holds without layers, less activations of its prologue, under settings that
         differ in chunks [setting] and micro-batches in flight [setting, stage]."""
         none = [0] * len(self.classes)
-        alone = [self.parameters(s, none) * sum(self.state.values()) + self._buffer_bytes(s) for s in range(self.pp)]
+        alone = [sum(self.state_bytes(s, none).values()) + self._buffer_bytes(s) for s in range(self.pp)]
         outputs = (self.blocks.border_bytes if self.pp > 1 else 0.0) * (flight * chunks[:, None] + 1)
         held: Floats = np.array(alone) + outputs
         held[:, -1] += (flight[:, -1] - 1) * self.blocks.epilogue.work.saved_bytes
@@ -235,8 +248,7 @@ class SettingPrice:
         return tuple(ranks * self.setting.virtual_stages)
 
     def stage_bytes(self, stage: int, price: StagePrice) -> dict[str, int]:
-        own, flight, problem = self.parameters(stage, price.counts), self.in_flight(stage), self.stage_cost(stage)
-        parts = {name: own * nbytes for name, nbytes in self.state.items()}
+        flight, problem, parts = self.in_flight(stage), self.stage_cost(stage), self.state_bytes(stage, price.counts)
         parts["communication"] = self.communication_bytes(stage)
         epilogue = (flight - 1) * self.blocks.epilogue.work.saved_bytes if stage == self.pp - 1 else 0.0
         rest = price.memory_bytes - sum(parts.values()) - epilogue
@@ -289,13 +301,13 @@ class SettingPrice:
             LayerMode(mode, sum(self.layer_parts(index, mode).values()), *self.layer_bytes(index, mode))
             for mode in self.modes_of(index)
         )
-        static = layer.unit.parameters * sum(self.state.values())
+        static = layer.unit.trained * sum(self.state.values()) + layer.unit.frozen * self._frozen_bytes
         return LayerClass(modes, static, 2 * self.step.weights_s(layer.unit), layer.bytes.saved)
 
     def stage_cost(self, stage: int) -> StageCost:
         flight, last = self.in_flight(stage), stage == self.pp - 1
         no_layers = [0] * len(self.classes)
-        static = self.parameters(stage, no_layers) * sum(self.state.values()) + self.communication_bytes(stage)
+        static = sum(self.state_bytes(stage, no_layers).values()) + self.communication_bytes(stage)
         static += (flight - 1) * self.blocks.epilogue.work.saved_bytes if last else 0.0
         static += self.put_off_bytes(stage)
         return StageCost(

@@ -100,14 +100,19 @@ class RunLayout:
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """A layer, or an end of the model: what one rank does for a micro-batch, what that takes, the parameters it holds;
-    keys and values, and queries, of one rank in bytes."""
+    """A layer, or an end of the model: what one rank does for a micro-batch, what that takes, the parameters it holds
+    and how many of them are frozen; keys and values, and queries, of one rank in bytes."""
 
     work: BlockWork
     price: LayoutPrice
     parameters: float
     key_value_bytes: float = 0.0
     query_bytes: float = 0.0
+    frozen: float = 0.0
+
+    @property
+    def trained(self) -> float:
+        return self.parameters - self.frozen
 
 
 class _Shares(NamedTuple):
@@ -170,7 +175,7 @@ class StepPrice:
             "tp": self.tp_exposed * (tp_s - self._behind_weights_s(price, shares)),
             "cp": self._exchange_s(unit, shares, again=mode in ("full", "selective")),
             "dp": self._sharded_s(unit, again_s),
-            "accumulation": self._accumulation_s(unit.parameters),
+            "accumulation": self._accumulation_s(unit.trained),
         }
 
     def end(self, unit: Unit) -> dict[str, float]:
@@ -181,7 +186,7 @@ class StepPrice:
             "backward": price.backward_s,
             "tp": price.forward_communication_s + price.backward_communication_s,
             "dp": self._sharded_s(unit, 0.0),
-            "accumulation": self._accumulation_s(unit.parameters),
+            "accumulation": self._accumulation_s(unit.trained),
         }
 
     def send_s(self, border_bytes: float) -> float:
@@ -239,9 +244,9 @@ class StepPrice:
         zero = self.layout.zero
         if zero < 2:
             return 0.0
-        price = unit.price
-        gather_s = self.shard_group.seconds("all_gather", unit.parameters * self._gather_bytes)
-        reduce_s = self._scatter_s(unit.parameters, 0.0 if self.traits.sums_replicas_once else 1.0)
+        price, gathered = unit.price, unit.parameters if zero == 3 else unit.trained
+        gather_s = self.shard_group.seconds("all_gather", gathered * self._gather_bytes)
+        reduce_s = self._scatter_s(unit.trained, 0.0 if self.traits.sums_replicas_once else 1.0)
         forward_s = price.forward_s + price.forward_communication_s
         backward_s = price.backward_s + price.backward_communication_s + again_s
         in_forward = 0.0 if zero == 2 and self.traits.keeps_gathered else gather_s
@@ -254,8 +259,8 @@ class StepPrice:
     # --- once a step --------------------------------------------------------------------------------------------------
 
     def tail(self, parameters: float, forward_s: float, backward_s: float, step_tp_s: float = 0.0) -> dict[str, float]:
-        """What a stage of `parameters` does after its last backward. forward_s, backward_s: its layers, communication
-        over tp included; step_tp_s: gradients of replicated parameters over tp."""
+        """What a stage that trains `parameters` does after its last backward. forward_s, backward_s: its layers,
+        communication over tp included; step_tp_s: gradients of replicated parameters over tp."""
         return {"tp": step_tp_s, "dp": self._exposed_dp_s(parameters, forward_s, backward_s),
                 "optimizer": self.optimizer_s(parameters)}  # fmt: skip
 

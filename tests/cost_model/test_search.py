@@ -87,6 +87,28 @@ def test_a_tied_weight_is_held_once_on_each_stage_that_uses_it(gpt: TracedModel,
     assert held == 4 * (gpt.parameter_count + again)
 
 
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_frozen_parameters_have_neither_gradients_nor_state(gpt: TracedModel, zero: int) -> None:
+    """Against the same model with nothing frozen; below ZeRO 3 they stay whole."""
+    model = models.tiny_gpt(dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("attn" in name or name.startswith("blocks.0"))
+    traced = prepare(trace(model, models.default_batch()))
+    trained = sum(p.numel for p in traced.parameters.values() if p.requires_grad)
+    total = traced.parameter_count
+    assert 0 < trained < total
+    pins = Pins(dp=4, zero=zero, microbatch=2, checkpoint="none")
+    plans = [search(model, cluster_of(1 << 30), TRAIN, pins).plan for model in (traced, gpt)]
+    (frozen,), (full,) = (plan.prediction["peak_memory_bytes"] for plan in plans)
+    ranks = 4 if zero else 1
+    assert full["optimizer"] == pytest.approx(8 * total / ranks, rel=1e-3)
+    assert frozen["optimizer"] == pytest.approx(8 * trained / ranks, rel=1e-3)
+    assert frozen["gradients"] == pytest.approx(full["gradients"] * trained / total, rel=1e-3)
+    own = 4 * trained / ranks + (4 * trained if zero == 1 else 0)
+    assert frozen["parameters"] == pytest.approx(own + 4 * (total - trained) / (ranks if zero == 3 else 1), rel=1e-3)
+    assert plans[0].prediction["time_s"]["optimizer"] < plans[1].prediction["time_s"]["optimizer"]
+
+
 def test_same_input_same_plan(gpt: TracedModel) -> None:
     first, second = (search(gpt, preset("local", 4), TRAIN, Pins(tp=2)).plan for _ in range(2))
     assert first.dumps() == second.dumps()
