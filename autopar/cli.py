@@ -154,10 +154,12 @@ def _add_search(command: argparse.ArgumentParser) -> None:
     command.add_argument("--memory-headroom", type=float, default=0.0, metavar="F", help="fraction of memory kept free")
     command.add_argument("--solver", default="highs", help="highs (default), cbc or heuristic; the others step in")
     command.add_argument("--time-limit", metavar="T", help="after so long (30s, 5m), take the best plan so far")
+    command.add_argument("--keep", metavar="PLAN", help="a plan in use: its choices stay unless others are 1 % faster")
 
 
 def _search_spec(options: argparse.Namespace) -> SearchSpec:
     from autopar import units
+    from autopar.plan import Plan
     from autopar.search_spec import SearchSpec
 
     limit = options.time_limit
@@ -166,6 +168,7 @@ def _search_spec(options: argparse.Namespace) -> SearchSpec:
         memory_headroom=options.memory_headroom,
         solver=options.solver,
         time_limit_s=limit and units.duration_s(limit, "--time-limit"),
+        keep=Plan.load(options.keep) if options.keep else None,
     )
 
 

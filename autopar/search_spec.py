@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from autopar.checks import finite_non_negative, finite_positive, require_one_of
 from autopar.errors import SpecError
+from autopar.plan import Plan
 
 __all__ = ["OBJECTIVES", "SOLVERS", "SearchSpec"]
 
@@ -26,6 +27,8 @@ class SearchSpec:
     solver           asked first: "highs" (in process), "cbc" (a process of its own), or "heuristic" (no solver). The
                      others step in where it gives no answer, and the result says so
     time_limit_s     seconds the search may take; then the best plan so far is returned with its gap. None: no limit
+    keep             a plan that is in use: its choices stay (cost_model/kept_plan.py) unless the best plan is faster by
+                     more than the fraction keep_within. For the objective step-time, on equal devices
 
     Raises SpecError if a value is of the wrong type or range.
     """
@@ -34,6 +37,8 @@ class SearchSpec:
     memory_headroom: float = 0.0
     solver: str = "highs"
     time_limit_s: float | None = None
+    keep: Plan | None = None
+    keep_within: float = 0.01
 
     def __post_init__(self) -> None:
         require_one_of(self.objective, OBJECTIVES, "search.objective")
@@ -42,6 +47,10 @@ class SearchSpec:
         require_one_of(self.solver, SOLVERS, "search.solver")
         if self.time_limit_s is not None:
             finite_positive(self.time_limit_s, "search.time_limit_s")
+        finite_non_negative(self.keep_within, "search.keep_within")
+        if self.keep is not None and self.objective != "step-time":
+            raise SpecError(f"a plan is kept by its step time, the objective is {self.objective}", where="search.keep",
+                            try_="the objective step-time, or pins")  # fmt: skip
 
     @property
     def deadline_s(self) -> float:

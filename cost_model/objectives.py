@@ -28,6 +28,9 @@ def search_for(
     """The best plan by the objective of `spec`. Raises as `search`, and SpecError for a cost without a price."""
     spec = spec or SearchSpec()
     if cluster.groups:
+        if spec.keep is not None:
+            raise SpecError("a plan is kept on equal devices", where="search.keep",
+                            try_="pins, or a cluster file without [[group]]")  # fmt: skip
         if spec.objective != "step-time":
             raise SpecError(f"the objective {spec.objective} needs equal devices", where="search.objective",
                             try_="step-time, or a cluster file without [[group]]")  # fmt: skip

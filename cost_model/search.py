@@ -27,6 +27,7 @@ from autopar.cost_model.compute import Machine
 from autopar.cost_model.evaluate import Evaluation, Evaluator
 from autopar.cost_model.explain import across_slow_link, reason_it_loses
 from autopar.cost_model.infeasible import Shortage, explain_shortage
+from autopar.cost_model.kept_plan import kept_or_best, setting_of_plan
 from autopar.cost_model.largest_tensors import largest_kept
 from autopar.cost_model.least_memory import least_memory
 from autopar.cost_model.memory import COMPUTE_DTYPES, recipe
@@ -95,10 +96,11 @@ def search(
     """
     started = time.perf_counter()
     run = Run(traced, cluster, train, pins or Pins(), spec or SearchSpec(), memory_bytes)
-    best = run.best()
+    fastest = run.best()
+    best = run.kept_or(fastest)
     plan = run.plan_of(best, run.evaluator.price(best.setting))
     alternatives = tuple(run.candidate(e, best) for e in run.space.alternatives(best))
-    statistics = run.statistics(best, time.perf_counter() - started)
+    statistics = run.statistics(best, fastest, time.perf_counter() - started)
     kept = ("solver", "status", "bound_s", "gap", "candidates", "pruned")
     plan = plan.replace(solver={name: statistics[name] for name in kept}, prediction=run.prediction(best))
     slow_link = across_slow_link(cluster, run.space.best_of_layout.values(), run.space.proven_s)
@@ -180,6 +182,16 @@ class Run:
             raise self._infeasible()
         if self.space.timed_out:
             self.notices.append(f"the time limit of {self.spec.time_limit_s:g} s ended the search")
+        return found
+
+    def kept_or(self, best: Evaluation) -> Evaluation:
+        """The choices of the plan that is in use, if they are about as fast; else `best`."""
+        plan = self.spec.keep
+        if plan is None:
+            return best
+        setting = setting_of_plan(plan, self.partitions, self.settings)
+        found, notice = kept_or_best(best, plan, setting, self.evaluator, self.spec.keep_within)
+        self.notices.append(notice)
         return found
 
     def _evaluator(self, memory_bytes: float) -> Evaluator:
@@ -265,13 +277,14 @@ class Run:
         texts = [mode if n == layers else f"{n} of {layers} {mode}" for mode, n in used.items()]
         return ", ".join(texts) + (f" by {e.pipeline.segment}" if e.pipeline.segment > 1 and counts["full"] else "")
 
-    def statistics(self, best: Evaluation, search_s: float) -> dict[str, Any]:
-        ilps, counts = self.prices.counts, self.space.counts
-        bound = min(best.bound_s, self.space.proven_s) / (1 + ilps.block_gap)
+    def statistics(self, best: Evaluation, fastest: Evaluation, search_s: float) -> dict[str, Any]:
+        """`best` is what is chosen, `fastest` what was found."""
+        ilps, counts, incumbent = self.prices.counts, self.space.counts, "incumbent" if best is fastest else "kept"
+        bound = min(fastest.bound_s, self.space.proven_s) / (1 + ilps.block_gap)
         total = sum(count_settings(p, self.limits, self.pins) for p in self.partitions)
         return {
             "solver": ", ".join(ilps.solvers) or "none needed",
-            "status": "optimal" if best.step_s <= bound * (1 + 1e-6) else "incumbent",
+            "status": "optimal" if best.step_s <= bound * (1 + 1e-6) else incumbent,
             "variables": ilps.variables,
             "constraints": ilps.constraints,
             "largest_ilp_variables": ilps.largest_variables,

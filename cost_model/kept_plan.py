@@ -1,0 +1,57 @@
+"""Whether a plan that is in use stays: it does unless another is faster by more than a change is worth.
+
+The best plan by itself cannot be stable: where two are equally fast, the smallest change of a price turns it over. Nor
+can any rule that does not know what is in use: it has to change somewhere between prices that ask for one and prices
+that ask for the other. So the plan in use is an input (`SearchSpec.keep`). Kept are its degrees, sequence
+sharding, micro-batch, schedule, chunks, ZeRO level and group, and exchange over cp; within them stages, recomputation
+and placements are the best ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from autopar.cost_model.candidates import Partition, Setting
+from autopar.cost_model.evaluate import Evaluation, Evaluator
+from autopar.plan import Plan
+
+__all__ = ["kept_or_best", "setting_of_plan"]
+
+
+def kept_or_best(
+    best: Evaluation, plan: Plan, setting: Setting | None, evaluator: Evaluator, within: float
+) -> tuple[Evaluation, str]:
+    """(what is chosen, a notice why). `setting` is that of `plan`, None if it is not in the space; `within` is the
+    fraction of the best step time that a change has to pay more than."""
+    if setting == best.setting:
+        return best, "the plan to keep has the choices of the best one"
+    text = _text(plan)
+    if setting is None:
+        return best, f"the plan to keep ({text}) is not possible on this cluster with this batch and these pins"
+    found = evaluator.evaluate(setting)
+    if found.pipeline is None:
+        return best, f"the plan to keep ({text}) does not fit in memory"
+    slower = found.step_s / best.step_s - 1
+    if slower > within:
+        return best, f"the plan to keep ({text}) would take {slower:.2%} longer than this one"
+    return evaluator.proven(found), f"the plan to keep is kept: the best is {slower:.2%} faster, at most {within:.2%}"
+
+
+def setting_of_plan(
+    plan: Plan, partitions: Sequence[Partition], settings_of: Callable[[Partition], list[Setting]]
+) -> Setting | None:
+    """The setting with the choices of a plan; None if there is none."""
+    cut = (plan.degrees, plan.sequence_sharding, plan.micro_batch)
+    run = (plan.schedule, plan.virtual_stages, plan.zero, plan.zero_group, plan.context_parallel)
+    for partition in partitions:
+        if (partition.degrees, partition.sequence_sharding, partition.micro_batch) == cut:
+            for s in settings_of(partition):
+                if (s.schedule, s.virtual_stages, s.zero, s.zero_group, s.exchange) == run:
+                    return s
+    return None
+
+
+def _text(plan: Plan) -> str:
+    degrees = " ".join(f"{axis}={n}" for axis, n in vars(plan.degrees).items() if n > 1) or "one device"
+    chunks = f" of {plan.virtual_stages} chunks" if plan.virtual_stages > 1 else ""
+    return f"{degrees}, micro-batch {plan.micro_batch}, {plan.schedule}{chunks}, ZeRO {plan.zero}"
