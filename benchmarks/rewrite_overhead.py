@@ -44,6 +44,8 @@ def main() -> None:
             f"{layout:<24} rewritten {row['rewritten_s'] * 1e3:7.1f} ms   {other[:-2]} {row[other] * 1e3:7.1f} ms   "
             f"ratio {row['ratio']:.3f}   loss difference {row['loss_difference']:.1e}"
         )
+        if "processor_ratio" in row:
+            print(f"{'':<24} ratio of processor time, which says more on a busy machine: {row['processor_ratio']:.3f}")
         if "collectives" in row:
             moved = " and ".join(
                 f"{n} of {mb:.2f} MB" for n, mb in zip(row["collectives"], row["megabytes"], strict=True)

@@ -162,7 +162,7 @@ def _by_dtensor(sequence_sharding: bool) -> tuple[Callable[[], Tensor], nn.Modul
 def _measure(rounds: int, sequence_sharding: bool) -> dict[str, Any]:
     torch.set_num_threads(1)
     sides = {"rewritten": _rewritten(sequence_sharding), "parallelize_module": _by_dtensor(sequence_sharding)}
-    result: dict[str, Any] = {name: {"times": []} for name in sides}
+    result: dict[str, Any] = {name: {"times": [], "processor": []} for name in sides}
     for name, (step, module) in sides.items():
         for _ in range(2):
             result[name]["loss"] = step().item()
@@ -174,24 +174,27 @@ def _measure(rounds: int, sequence_sharding: bool) -> dict[str, Any]:
     for turn in range(rounds):
         for name, (step, module) in list(sides.items())[:: 1 if turn % 2 == 0 else -1]:
             dist.barrier()
-            start = time.perf_counter()
+            start, started = time.perf_counter(), time.process_time()
             step()
             result[name]["times"].append(time.perf_counter() - start)
+            result[name]["processor"].append(time.process_time() - started)
             module.zero_grad(set_to_none=True)
     return result
 
 
 def compare(rounds: int) -> dict[str, dict[str, Any]]:
-    """By layout: medians in seconds, their ratio; [rewritten, parallelize_module] collectives and megabytes of a step;
-    the difference of the first losses."""
+    """By layout: medians in seconds, their ratio, and that of the processor time of a rank; [rewritten,
+    parallelize_module] collectives and megabytes of a step; the difference of the first losses."""
     table = {}
     for sequence_sharding in (False, True):
         first = run_ranks(2, _measure, rounds, sequence_sharding, timeout_s=600)[0]
         medians = {name: statistics.median(side["times"]) for name, side in first.items()}
+        spent = {name: statistics.median(side["processor"]) for name, side in first.items()}
         table["tp=2, sequence sharding" if sequence_sharding else "tp=2"] = {
             "rewritten_s": medians["rewritten"],
             "parallelize_module_s": medians["parallelize_module"],
             "ratio": medians["rewritten"] / medians["parallelize_module"],
+            "processor_ratio": spent["rewritten"] / spent["parallelize_module"],
             "collectives": [first[name]["collectives"] for name in medians],
             "megabytes": [first[name]["bytes"] / 1e6 for name in medians],
             "loss_difference": abs(first["rewritten"]["loss"] - first["parallelize_module"]["loss"]),
