@@ -100,6 +100,8 @@ def _reshape(apart: _Apart, w: Writer, node: fx.Node, dim: int) -> fx.Node | Non
     assert isinstance(x, fx.Node)
     assert isinstance(sizes, list | tuple)
     shape = apart.shape(node, dim)
+    known = node.meta["shape"]
+    sizes = [k if size == -1 and isinstance(k, int) else size for size, k in zip(sizes, known, strict=True)]
     if -1 in sizes and sizes[dim] != -1:
         return None  # one size may be left open, and here it is another
     wanted = [*sizes[:dim], -1, shape[dim + 1], *sizes[dim + 1 :]]

@@ -30,7 +30,7 @@ def _einsum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def _joined(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     batch, heads, s, width = q.shape
-    q, k, v = (t.reshape(batch * heads, s, width) for t in (q, k, v))
+    q, k, v = (t.reshape(batch * heads, s, -1) for t in (q, k, v))
     bias = torch.zeros(s, s, dtype=q.dtype).masked_fill(_hidden(s), float("-inf"))
     scores = torch.baddbmm(bias[None], q, k.transpose(1, 2), alpha=width**-0.5)
     return torch.bmm(scores.softmax(-1), v).view(batch, heads, s, width)

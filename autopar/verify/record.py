@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from autopar.binding import invoke
 from autopar.errors import SpecError
@@ -79,9 +80,13 @@ def _record(
 
 
 def _loss_of(outputs: Any) -> Tensor:
+    """The output named `loss`, or the one scalar that learns, as in the captured model."""
     if isinstance(outputs, Tensor):
         return outputs
-    loss = outputs["loss"] if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
-    if not isinstance(loss, Tensor):
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+    if isinstance(loss, Tensor):
+        return loss
+    scalars = [x for x in pytree.tree_leaves(outputs) if isinstance(x, Tensor) and x.dim() == 0 and x.requires_grad]
+    if len(scalars) != 1:
         raise SpecError("the model returns no loss to compare", where="forward", try_="return it alone or as `loss`")
-    return loss
+    return scalars[0]
