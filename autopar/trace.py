@@ -242,7 +242,7 @@ def _set_shapes(graph: fx.Graph, roles: Mapping[sympy.Symbol, sympy.Symbol]) -> 
 
 def _plain(expression: sympy.Expr) -> sympy.Expr:
     """Integer division and remainder in sympy's own words, which can be turned into functions."""
-    division = expression.replace(FloorDiv, lambda a, b: sympy.floor(a / b))
+    division = expression.replace(FloorDiv, lambda a, b: sympy.floor(sympy.expand(a / b)))
     remainder = division.replace(PythonMod, lambda a, b: sympy.Mod(a, b))
     return remainder.replace(TorchMod, lambda a, b: sympy.Mod(a, b))
 

@@ -9,9 +9,11 @@ ensures   same values at every batch and sequence; no dead nodes. PassError as f
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
@@ -138,8 +140,8 @@ def _as_reshape(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def read_sizes_off_inputs(graph: fx.Graph) -> None:
-    """Read sizes of activations off the inputs they come from, and write down those that are numbers: no activation has
-    to be at hand for a size."""
+    """Read sizes of activations off the inputs they come from, compute those that are products and sums of such sizes,
+    and write down those that are numbers: no activation has to be at hand for a size."""
     known: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
         if node.op == "placeholder":
@@ -148,12 +150,39 @@ def read_sizes_off_inputs(graph: fx.Graph) -> None:
                     with graph.inserting_after(node):
                         known[size] = graph.call_function(aten.sym_size.int, (node, dim))
                     known[size].meta = {"size": size, "shape": None, "dtype": None, "path": ""}
-        elif node.target is aten.sym_size.int and node.meta.get("size") in known:
-            node.replace_all_uses_with(known[node.meta["size"]])
-            graph.erase_node(node)
-        elif node.target is aten.sym_size.int and isinstance(node.meta.get("size"), int):
-            _write_number(node, node.meta["size"])
-            graph.erase_node(node)
+        elif node.target is aten.sym_size.int and node not in known.values():
+            size = node.meta.get("size")
+            found = size if isinstance(size, int) else _computed(graph, size, known)
+            if isinstance(found, int):
+                _write_number(node, found)
+            elif found is not None:
+                node.replace_all_uses_with(found)
+            if found is not None:
+                graph.erase_node(node)
+
+
+_ARITHMETIC = {sympy.Add: operator.add, sympy.Mul: operator.mul}
+
+
+def _computed(graph: fx.Graph, size: Any, known: dict[Any, fx.Node]) -> fx.Node | None:
+    """A node that gives `size`, made of sizes of inputs beside them; None if it is no product or sum of any."""
+    if size in known:
+        return known[size]
+    target = _ARITHMETIC.get(getattr(size, "func", None))
+    if target is None:
+        return None
+    parts = [int(x) if x.is_Integer else _computed(graph, x, known) for x in size.args]
+    if any(part is None for part in parts):
+        return None
+    made, so_far = parts[0], size.args[0]
+    for part, expression in zip(parts[1:], size.args[1:], strict=True):
+        so_far = size.func(so_far, expression)
+        last = next(n for n in reversed(graph.nodes) if n in known.values())
+        with graph.inserting_after(last):
+            made = graph.call_function(target, (made, part))
+        made.meta = {"size": so_far, "shape": None, "dtype": None, "path": ""}
+        known[so_far] = made
+    return known[size]
 
 
 def _write_number(node: fx.Node, number: int) -> None:

@@ -62,7 +62,7 @@ class _Apart:
     """Versions of joined tensors with rows and heads in dims `dim` and `dim + 1`: `made[node] = (version, dim)`."""
 
     def __init__(self, batch: sympy.Symbol) -> None:
-        self._batch = batch
+        self.batch = batch
         self.made: dict[fx.Node, tuple[fx.Node, int]] = {}
 
     def joined_dim(self, node: fx.Node) -> int | None:
@@ -76,7 +76,7 @@ class _Apart:
     def _heads(self, size: Dim) -> int:
         if isinstance(size, int):
             return 1
-        heads = sympy.cancel(size / self._batch)
+        heads = sympy.cancel(size / self.batch)
         return int(heads) if heads.is_Integer else 1
 
     def add(self, w: Writer, node: fx.Node) -> None:
@@ -92,13 +92,15 @@ class _Apart:
     def shape(self, node: fx.Node, dim: int) -> Shape:
         """The shape of `node` with its joined dim taken apart."""
         shape: Shape = node.meta["shape"]
-        return (*shape[:dim], self._batch, self._heads(shape[dim]), *shape[dim + 1 :])
+        return (*shape[:dim], self.batch, self._heads(shape[dim]), *shape[dim + 1 :])
 
 
 def _reshape(apart: _Apart, w: Writer, node: fx.Node, dim: int) -> fx.Node | None:
     x, sizes = node.args[:2]
     assert isinstance(x, fx.Node)
     assert isinstance(sizes, list | tuple)
+    if x not in apart.made and apart.batch not in x.meta["shape"]:
+        return None  # several batches, one after the other, are no heads
     shape = apart.shape(node, dim)
     known = node.meta["shape"]
     sizes = [k if size == -1 and isinstance(k, int) else size for size, k in zip(sizes, known, strict=True)]

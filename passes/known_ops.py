@@ -1,6 +1,6 @@
 """Write ops that have no sharding rule as ops that have one. Plan-independent.
 
-before    einsum of two tensors, unbind, stack, repeat_interleave, repeat, baddbmm
+before    einsum of two tensors, unbind, stack, glu, repeat_interleave, repeat, baddbmm
 after     linear or matmul between permutations and reshapes; split, unsqueeze, cat, expand, bmm. An op whose arguments
           are of another kind stays
 requires  canonicalize
@@ -184,6 +184,19 @@ def _stack(w: Writer, node: fx.Node) -> fx.Node | None:
     return w.op(aten.cat.default, (parts, dim), node.meta["shape"])
 
 
+def _glu(w: Writer, node: fx.Node) -> fx.Node | None:
+    """The first half times the sigmoid of the second."""
+    x = node.args[0]
+    assert isinstance(x, fx.Node)
+    dim = _argument(node, 1, "dim", -1) % len(node.meta["shape"])
+    half = node.meta["shape"]
+    if not isinstance(half[dim], int):
+        return None
+    halves = w.op(aten.split.Tensor, (x, half[dim], dim), (half, half))
+    value, gate = (w.op(operator.getitem, (halves, i), half) for i in (0, 1))
+    return w.op(aten.mul.Tensor, (value, w.op(aten.sigmoid.default, (gate,), half)), half)
+
+
 def _repeat_interleave(w: Writer, node: fx.Node) -> fx.Node | None:
     """Every element `times` in place: x[:, None] widened and joined."""
     if node.target is not aten.repeat_interleave.self_int:
@@ -232,6 +245,7 @@ _WRITTEN: dict[str, Callable[[Writer, fx.Node], fx.Node | None]] = {
     "einsum": _einsum,
     "unbind": _unbind,
     "stack": _stack,
+    "glu": _glu,
     "repeat_interleave": _repeat_interleave,
     "repeat": _repeat,
     "baddbmm": _baddbmm,

@@ -99,8 +99,11 @@ class LocalState:
         """Whether the plan's ZeRO level shards a parameter over the data ranks.
 
         Not one whose gradient is no summand on each of them, nor a frozen one below level 3: it has nothing to save.
+        Nor a single number, which has no dim to cut.
         """
         shard, world = self.shards[name], self._world
+        if not self.parameters[name].dim():
+            return False
         if not shard.requires_grad:
             return self._level == 3
         return self._level > 0 and (world.size("cp") == 1 or "cp" in shard.grad_partial)

@@ -105,6 +105,7 @@ class Pieces(nn.Module):
             first,
             torch.stack([first, second], 1),
             torch.stack([first, second]),
+            torch.nn.functional.glu(x, -1),
             x.repeat_interleave(2),
             x.repeat_interleave(3, -1),
             x.repeat(1, 2, 1),
@@ -120,4 +121,4 @@ def test_pieces() -> None:
     for found, wanted in zip(graph_module(x), model(x), strict=True):
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-14)
     left = {op_name(n) for n in graph_module.graph.nodes if n.op == "call_function"}
-    assert not left & {"unbind", "stack", "baddbmm"}
+    assert not left & {"unbind", "stack", "baddbmm", "glu"}

@@ -59,6 +59,9 @@ APART: dict[str, Callable[[Tensor], Tensor]] = {
     "squares": lambda x: x.pow(2).mean(),
     "features in order": lambda x: x.sort(dim=-1).values.pow(2).mean(),
     "softmax over features": lambda x: x.softmax(-1).pow(2).mean(),
+    "two batches in one": lambda x: torch.stack(
+        (torch.cat([x, 2 * x]).unflatten(1, (2, 4)).transpose(1, 2).flatten(1) ** 2).chunk(2)
+    ).mean(),
     "an element of each row": lambda x: x[torch.arange(x.shape[0]), (x[:, 0] > 0).long()].pow(2).mean(),
     "outer product in a row": lambda x: (x[:, :, None] @ x[:, None, :]).mean(),
 }
