@@ -59,8 +59,8 @@ def run_ranks(
     traceback as cause, as soon as it happens; RankTimeoutError after `timeout_s`. No process outlives the call.
 
     once: what it returns is the first argument of `fn`, never pickled. It runs before the process group exists, in one
-    process that ranks are forked from: capturing a small model is most of the work of a rank. Beside an accelerator,
-    whose drivers do not survive a fork, each rank calls it.
+    process that ranks are forked from: capturing a small model is most of the work of a rank. It runs no backward:
+    autograd's threads do not survive a fork. Neither do the drivers of accelerators; beside one, each rank calls it.
     """
     deadline = time.monotonic() + timeout_s
     context = multiprocessing.get_context("forkserver")

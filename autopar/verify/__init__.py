@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -112,7 +112,11 @@ class _Comparison:
         self.traced, notices = _without_dropout(self._module, self.batch)
         self._notices = notices if wanted != torch.bfloat16 else (*notices, _ROUNDS)
         self._tolerance, self.steps = _tolerance(self._module, wanted), steps
-        self._reference = Record.of_model(self._module, self.batch, steps)
+
+    @cached_property
+    def _reference(self) -> Record:
+        """Of each rank for itself, when it needs it: no backward runs before ranks are forked."""
+        return Record.of_model(self._module, self.batch, self.steps)
 
     def run(self, plan: Plan) -> VerifyResult:
         """Collective; every rank compares its own view."""

@@ -167,7 +167,7 @@ def _refused() -> None:
     sharded = build(copy.deepcopy(model), traced, plans.megatron("tiny_gpt", Degrees(dp=2)).replace(zero=1))
     with pytest.raises(SpecError, match=r"SGD cannot step sharded parameters: Operator aten._fused_sgd_.default does"):
         sharded.optimizer(torch.optim.SGD, lr=0.1, fused=True)
-    with pytest.raises(SpecError, match=r"Rprop cannot step sharded parameters: aten.index_put_"):
+    with pytest.raises(SpecError, match=r"Rprop cannot step sharded parameters: .*aten.index_put_"):
         sharded.optimizer(torch.optim.Rprop, lr=0.1)
     sharded.optimizer(torch.optim.SGD, lr=0.1)
 
