@@ -2,13 +2,15 @@
 
     step = (m - 1/v) max_s T_s + (1/v) sum_s U_s + max_s tail_s
 
-For a bound B on T and one on the tails, the least sum of U is a shortest path over (stage, layers used). B sweeps over
-the distinct T from the smallest that lets a cut through, and the tail bound falls from the last cut's, until what is
-left cannot win. Entries of the table that are lower bounds are worked out when the best cut uses them; a cut of exact
-entries is optimal.
+For a bound B on T and one on the tails, the least sum of U is a shortest path over (stage, layers used). B is one of
+the distinct T, from the smallest that lets a cut through; they are halved, and halves that cannot win are left. The
+tail bound falls from the last cut's until what is left cannot win. Entries of the table that are lower bounds are
+worked out when the best cut uses them; a cut of exact entries is optimal.
 """
 
 from __future__ import annotations
+
+import heapq
 
 import numpy as np
 import numpy.typing as npt
@@ -65,28 +67,39 @@ def _above(cutoff_s: float) -> float:
 
 
 def _best_under_levels(table: StageTable, times: Floats, levels: Floats, free_s: float) -> tuple[float, Cut | None]:
-    """The best cut, by rising bounds on the slowest stage and falling ones on the tail."""
+    """The best cut. Levels between two bounds on the slowest stage wait together: none of them is faster than the lower
+    bound with the least sum under the upper one. At a level, the bound on the tail falls."""
     m, v = table.problem.micro_batches, table.problem.virtual_stages
     flows, tails = times - table.put_off_s, table.tails_where(np.isfinite(times))
     least_tail_s = float(tails.min(axis=1).max())
-    best_s, best = np.inf, None
-    for level in levels:
-        if (m - 1 / v) * level + free_s / v + least_tail_s >= best_s:
-            break
-        allowed, first = times <= level, True
+    if m * v == 1:
+        levels = levels[-1:]  # a single micro-batch waits for no stage twice: the slowest costs nothing extra
+
+    def bound_s(level: int, least_sum_s: float) -> float:
+        return float((m - 1 / v) * levels[level] + least_sum_s / v + least_tail_s)
+
+    best: tuple[float, float, Cut | None] = (np.inf, np.inf, None)  # of equal ones that with the fastest slowest stage
+    waiting = [(bound_s(low, free_s), low, high, free_s) for low, high in ((0, 0), (1, len(levels) - 1)) if low <= high]
+    while waiting and waiting[0][0] <= best[0]:
+        _, low, high, under_high_s = heapq.heappop(waiting)
+        middle = (low + high) // 2
+        allowed, under_middle_s = times <= levels[middle], None
         while True:
             sum_s, cut = _shortest(table, np.where(allowed, flows, np.inf))
-            if cut is None or (m - 1 / v) * levels[0] + sum_s / v + least_tail_s >= best_s:
+            under_middle_s = sum_s if under_middle_s is None else under_middle_s
+            if cut is None or bound_s(middle, sum_s) > best[0]:
                 break
             picked = [(s, table.number(i, j)) for s, (i, j) in enumerate(cut)]
-            latest_s = max(float(tails[entry]) for entry in picked)
-            value_s = (m - 1 / v) * max(float(times[entry]) for entry in picked) + sum_s / v + latest_s
-            if value_s < best_s:
-                best_s, best = value_s, cut
-            allowed, first = allowed & (tails < latest_s), False
-        if first and sum_s <= free_s * (1 + 1e-15):
-            break
-    return best_s, best
+            slowest_s, latest_s = (max(float(of[entry]) for entry in picked) for of in (times, tails))
+            value_s = (m - 1 / v) * slowest_s + sum_s / v + latest_s
+            if (value_s, slowest_s) < best[:2]:
+                best = (value_s, slowest_s, cut)
+            allowed = allowed & (tails < latest_s)
+        if low < middle and np.isfinite(under_middle_s):
+            heapq.heappush(waiting, (bound_s(low, under_middle_s), low, middle - 1, under_middle_s))
+        if middle < high:
+            heapq.heappush(waiting, (bound_s(middle + 1, under_high_s), middle + 1, high, under_high_s))
+    return best[0], best[2]
 
 
 def _levels(table: StageTable, times: Floats) -> Floats:
