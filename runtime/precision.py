@@ -45,7 +45,6 @@ class ComputeCopies:
         self.on_gradient: Callable[[nn.Parameter], None] | None = None
         self._masters: list[Tensor] = []
         self._copies: list[Tensor] = []
-        self._followed = -1
         for name, master in masters.items():
             dtype = compute_dtype(plan, master.dtype)
             self.of[name] = master if dtype == master.dtype else self._new_copy(master, dtype)
@@ -69,12 +68,10 @@ class ComputeCopies:
             self.on_gradient(master)
 
     def follow(self) -> None:
-        """Take over the masters' values, if anything has written to them since."""
-        written = sum(master._version for master in self._masters)
-        if written != self._followed and self._masters:
+        """Take over the masters' values. Always: fused optimizers, and writes through `.data`, leave no trace."""
+        if self._masters:
             with torch.no_grad():
                 torch._foreach_copy_(self._copies, self._masters)
-            self._followed = written
 
 
 class LossScale:

@@ -165,11 +165,16 @@ class GradientReducer:
         self._silent = {p for p in self._bucket_of if p.grad is None}
         for group_sum in self._sums:
             sum_gradients(group_sum, self._wide)
-        if judge is not None:
-            judge()
-        for p, earlier in self._earlier.items():
-            p.grad = earlier if p.grad is None else earlier.add_(p.grad)
-        self._earlier = {}
+        earlier, self._earlier = self._earlier, {}
+        try:
+            if judge is not None:
+                judge()
+        except BaseException:  # what earlier steps added up is not lost with this one
+            for p, gradient in earlier.items():
+                p.grad = gradient
+            raise
+        for p, gradient in earlier.items():
+            p.grad = gradient if p.grad is None else gradient.add_(p.grad)
 
     def reduce_after_backward(self, output: Tensor) -> Tensor:
         """`output` itself; the backward pass that starts from it is reduced, without `begin` and `finish`.

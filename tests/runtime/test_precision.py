@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -93,6 +94,31 @@ def _alike() -> None:
     assert max(losses.values()) - min(losses.values()) < 0.02
 
 
+class _WritesData(torch.optim.SGD):
+    """As older optimizers do: autograd sees no change of the parameter."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.add_(p.grad, alpha=-group["lr"])
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "fp16"])
+def test_copies_follow_whatever_writes_the_masters(precision: str) -> None:
+    batch, losses = models.default_batch(), []
+    for optimizer in (torch.optim.SGD, partial(torch.optim.SGD, fused=True), _WritesData):
+        pm = _mixed(_plan(Degrees(), precision))
+        step = pm.optimizer(optimizer, lr=0.5)
+        losses.append([])
+        for _ in range(3):
+            losses[-1].append(pm.step(batch).item())
+            step.step()
+            step.zero_grad()
+    assert losses[0][2] < losses[0][0] - 0.01
+    for other in losses[1:]:
+        assert other == pytest.approx(losses[0], rel=1e-3)
+
+
 @pytest.mark.distributed
 def test_every_axis_in_mixed_precision() -> None:
     run_ranks(2, _alike, timeout_s=200)
@@ -138,9 +164,13 @@ def test_not_finite_gradients_stop_the_run_by_name() -> None:
     model = models.tiny_gpt()
     traced = prepare(trace(model, models.default_batch()))
     pm = build(copy.deepcopy(model), traced, _plan(Degrees(), "fp64"), non_finite="stop")
+    pm.step(models.default_batch())
+    earlier = {name: g.clone() for name, g in pm.full_gradients().items() if g is not None}
     dict(pm.named_parameters())["norm.bias"].register_hook(lambda g: g * float("nan"))
-    with pytest.raises(AutoparError, match=r"step 1: gradients that are not finite: norm.bias \(rank 0\)"):
+    with pytest.raises(AutoparError, match=r"step 2: gradients that are not finite: norm.bias \(rank 0\)"):
         pm.step(models.default_batch())
+    kept = pm.full_gradients()
+    assert all(torch.equal(gradient, kept[name]) for name, gradient in earlier.items())
 
 
 def test_in_fp16_an_overflow_stops_a_run_only_when_no_factor_helps() -> None:
