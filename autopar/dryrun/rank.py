@@ -142,7 +142,6 @@ class _Rank:
         chunk = self.chunks[stage]
         if kind == FORWARD:
             chunk.forward(micro_batch, batch, self.divisors)
-            self.holdings.name_whole_tensors(stage)
         elif kind == BACKWARD:
             chunk.backward(micro_batch)
         elif kind == BACKWARD_INPUT:
@@ -150,8 +149,7 @@ class _Rank:
         else:
             assert kind == BACKWARD_WEIGHT
             chunk.backward_weight(micro_batch)
-        if kind != FORWARD:
-            self.holdings.name_whole_tensors(stage)
+        self.holdings.name_whole_tensors(stage)
 
     def _issued_by(self, action: Callable[[], None]) -> list[Issued]:
         before = len(self.recorder.issued)
