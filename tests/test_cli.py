@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import autopar
 from autopar import cli
 from autopar.mesh import Degrees
 from autopar.plan import Plan
@@ -160,9 +161,15 @@ def test_report_reads_a_saved_plan(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_help_needs_no_torch() -> None:
-    code = "import sys; from autopar.cli import _parser; _parser().format_help(); print('torch' in sys.modules)"
+    code = "import sys; from autopar.cli import RUNS, parser; parser(RUNS).format_help(); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "False\n"
+
+
+def test_the_module_is_the_command() -> None:
+    command = [sys.executable, "-m", "autopar", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == f"autopar {autopar.__version__}\n"
 
 
 def test_an_unexpected_error_is_one_line_and_traceback_shows_it_whole(
