@@ -156,26 +156,21 @@ class ParallelModule(nn.Module):
         cls: Callable[..., torch.optim.Optimizer],
         *,
         groups: Mapping[str, Mapping[str, Any]] | None = None,
+        only: Collection[str] | None = None,
         **options: Any,
     ) -> torch.optim.Optimizer:
         """`cls` over this rank's trainable parameters; a torch optimizer, which learning-rate schedulers take.
 
+        only: names or patterns of the parameters it trains, where another optimizer trains the rest; default all.
         groups: options of their own by pattern of the original name, `{"*.bias": {"weight_decay": 0.0}}`; in this order
         in `param_groups`, with what matches none last.
-        cls may be any factory that takes a list of groups. The parameters are slices: one that does not work element by
-        element is found out by a few steps on tiny tensors, and refused with SpecError where the plan cuts what it
-        reads.
+        cls may be any factory that takes a list of groups. A rank holds slices of tensors: whether an optimizer works
+        element by element is found out by a few steps on tiny tensors. One that reads whole tensors (Adafactor, Muon)
+        gets them, each on one of the ranks that hold its slices (runtime/stand_ins.py); one that reads all parameters
+        together (LBFGS) is refused with SpecError where ranks hold some of them.
         """
-        check_patterns(groups or {}, list(self.traced.parameters))
-        made = new_optimizer(
-            cls,
-            self._state.named_parameters(),
-            groups or {},
-            options,
-            sliced=self.plan.degrees.tp > 1 or (self.plan.zero > 0 and self.world.data_mesh is not None),
-            staged=self.plan.degrees.pp > 1,
-            device=self.world.device,
-        )
+        check_patterns([*(groups or {}), *(only or ())], list(self.traced.parameters))
+        made = new_optimizer(cls, self._state, self.world, groups or {}, options, only=only)
         self._observed.add_optimizer(made)
         return made
 

@@ -73,6 +73,11 @@ class LocalState:
         }
         self._order = [name for name in names if name in self.parameters]
 
+    @property
+    def sharded(self) -> bool:
+        """Whether the plan's ZeRO level cuts parameters over the data ranks."""
+        return self._level > 0
+
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """In the order of the user's model."""
         return [(name, self.parameters[name]) for name in self._order]

@@ -161,8 +161,8 @@ def _trained() -> None:
         assert torch.equal(value, before[name]) is (name not in trained), name
     with pytest.raises(SpecError, match="no parameter matches '.*gamma'"):
         pm.optimizer(torch.optim.AdamW, groups={"*.gamma": {}})
-    with pytest.raises(SpecError, match="Adafactor reads whole tensors, and this plan cuts them"):
-        pm.optimizer(torch.optim.Adafactor)
+    with pytest.raises(SpecError, match="LBFGS reads all parameters together"):
+        pm.optimizer(torch.optim.LBFGS)
 
 
 def test_fz_01_fz_03_only_adapters_are_trained_and_stale_optimizers_refused() -> None:
