@@ -18,6 +18,7 @@ from autopar import passes
 from autopar.cost_model.objectives import search_for
 from autopar.cost_model.search import SearchResult
 from autopar.errors import AutoparError, SpecError, UnsupportedModelError
+from autopar.export import LossFn
 from autopar.ir import TracedModel
 from autopar.models import example_from_config
 from autopar.plan import Plan, match_path
@@ -30,7 +31,7 @@ from autopar.runtime.limits import model_precision
 from autopar.runtime.stage import set_training
 from autopar.search_spec import SearchSpec
 from autopar.specs import ClusterSpec, Pins, TrainSpec
-from autopar.trace import LossFn, trace
+from autopar.trace import trace
 
 __all__ = ["build", "capture", "find_plan", "parallelize", "plan", "search_captured"]
 

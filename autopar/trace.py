@@ -8,44 +8,30 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import sympy
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._sympy.functions import FloorDiv, PythonMod
 from torch.utils._sympy.functions import Mod as TorchMod
 
 from autopar.binding import CallSignature, flat_names, forward_defaults, forward_parameters, forward_rest, forward_takes
 from autopar.blocks import annotate
-from autopar.capture_errors import explain_failure, export_is_quiet, refuse_effects
-from autopar.equal_layers import LayerNumberError
+from autopar.capture_errors import refuse_effects
 from autopar.errors import UnsupportedModelError
-from autopar.example_call import example_arguments, fake_call, rebuilder
-from autopar.grad_regions import inline_no_grad
+from autopar.example_call import example_arguments
+from autopar.export import Exported, LossFn, export
 from autopar.graph_walks import outputs_of
 from autopar.input_dims import InputDims, how_read, input_dims, whole_inputs
 from autopar.ir import InputSpec, ParameterSpec, TracedModel
-from autopar.opaque_functions import OpaqueCalls
 from autopar.plain_graph import plain_graph, symbols_of
-from autopar.repeated_layers import LayerGraph, Repeats, layer_graphs
-from autopar.shell import CallShell, make_shell
-from autopar.value_branches import masks_unread
 
 __all__ = ["BATCH", "SEQ", "trace"]
 
 BATCH = sympy.Symbol("batch", integer=True, positive=True)
 SEQ = sympy.Symbol("seq", integer=True, positive=True)
-
-_KEPT_WHOLE = (
-    "the autograd.Function {} is kept whole, with its own backward: it is taken to treat the rows of a batch apart"
-)
-
-LossFn = Callable[[Any, Mapping[str, Any]], torch.Tensor]
 
 
 def trace(
@@ -72,17 +58,16 @@ def trace(
     """
     start = time.perf_counter()
     arguments = example_arguments(model, example)
-    names = forward_parameters(model)
     leaves = flat_names(arguments)
     tensors = {n: v for n, v in leaves.items() if isinstance(v, torch.Tensor)}
     known = input_dims(tensors)
     accepted = frozenset(name for name in arguments if forward_takes(model, name))
 
-    def export(repeat: bool) -> _Export | None:
-        return _export(model, arguments, leaves, loss_fn, accepted, parameter_dtype, training=training, repeat=repeat)
+    def exported(repeat: bool) -> Exported | None:
+        return export(model, arguments, leaves, loss_fn, accepted, parameter_dtype, training=training, repeat=repeat)
 
     try:
-        found = (export(True) if repeat_layers else None) or export(False)
+        found = (exported(True) if repeat_layers else None) or exported(False)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(
             error.what, where=error.where, try_=error.try_ + how_read(tensors, known)
@@ -103,13 +88,7 @@ def trace(
         batch=BATCH,
         seq=SEQ,
         inputs=inputs,
-        signature=CallSignature(
-            parameters=names,
-            tensors=tuple(tensors),
-            constants={n: v for n, v in leaves.items() if not isinstance(v, torch.Tensor)},
-            defaults=forward_defaults(model),
-            rest=forward_rest(model),
-        ),
+        signature=_signature(model, leaves),
         outputs=outputs,
         out_spec=out_spec,
         loss=loss,
@@ -126,60 +105,13 @@ def trace(
     )
 
 
-@dataclass(frozen=True)
-class _Export:
-    """An exported program with what is needed to read it; `repeated` are the paths of layers to fill in."""
-
-    program: torch.export.ExportedProgram
-    shell: nn.Module
-    unknown_buffers: tuple[str, ...]
-    layers: dict[int, LayerGraph]
-    repeated: tuple[str, ...]
-    notices: tuple[str, ...]
-
-
-def _export(
-    model: nn.Module,
-    arguments: dict[str, Any],
-    leaves: Mapping[str, Any],
-    loss_fn: LossFn | None,
-    accepted: frozenset[str],
-    parameter_dtype: torch.dtype | None,
-    *,
-    training: bool | None,
-    repeat: bool,
-) -> _Export | None:
-    """None if layers were repeated that may not be."""
-    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True, static_shapes=False)
-    shell, unknown_buffers = make_shell(model, mode, parameter_dtype)
-    if training is not None:
-        shell.train(training)
-    fake, dynamic = fake_call({n: v for n, v in leaves.items() if isinstance(v, torch.Tensor)}, mode)
-    call = CallShell(shell, loss_fn, accepted, rebuilder(arguments))
-    repeats = Repeats(call) if repeat else None
-    opaque = OpaqueCalls()
-    try:
-        with (
-            torch.random.fork_rng(devices=[]),
-            torch.device("cpu"),
-            opaque.kept_whole(),
-            masks_unread(),
-            export_is_quiet(),
-        ):
-            program = torch.export.export(call, (fake,), strict=False, dynamic_shapes=(dynamic,))
-    except LayerNumberError:
-        return None
-    except Exception as error:  # export raises dozens of unrelated classes; all become one with the module path
-        if repeats is not None and (repeats.paths or not repeats.trusted):
-            return None
-        raise explain_failure(error, call) from error
-    inline_no_grad(program.graph_module)
-    notices = [_KEPT_WHOLE.format(name) for name in opaque.put_back(program.graph)]
-    layers = layer_graphs(program.graph, repeats) if repeats is not None else {}
-    if layers is None:
-        return None
-    return _Export(
-        program, shell, tuple(unknown_buffers), layers, repeats.user_paths if repeats else (), tuple(notices)
+def _signature(model: nn.Module, leaves: Mapping[str, Any]) -> CallSignature:
+    return CallSignature(
+        parameters=forward_parameters(model),
+        tensors=tuple(n for n, v in leaves.items() if isinstance(v, torch.Tensor)),
+        constants={n: v for n, v in leaves.items() if not isinstance(v, torch.Tensor)},
+        defaults=forward_defaults(model),
+        rest=forward_rest(model),
     )
 
 
