@@ -75,6 +75,14 @@ class CallSignature:
         known = {n: v for n, v in self.defaults.items() if n not in captured_names} | dict(self.constants)
         for name, value in leaves.items():
             if name not in known and value is not None and not isinstance(value, torch.Tensor):
+                root = name.split(".")[0]
+                if root in self.tensors:
+                    given = f"a {type(value).__module__}.{type(value).__name__}" if name == root else "a collection"
+                    raise SpecError(
+                        f"argument {root!r} is {given}, captured as a tensor",
+                        where="batch",
+                        try_=f"torch.as_tensor({root})",
+                    )
                 raise SpecError(
                     f"argument {name!r} was not there when the model was captured",
                     where="batch",

@@ -11,13 +11,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx
 
-from autopar.errors import SpecError
+from autopar.errors import AutoparError, SpecError
 from autopar.graph_walks import holds, shapes_of
 from autopar.ir import TracedModel
 from autopar.plan import Plan
 from autopar.recomputation import attention_cores
+from autopar.runtime.index_limits import IndexLimits
+from autopar.runtime.pipeline import runnable_micro_batches
 from autopar.runtime.rows import count_micro_batches, cut_rows, fitting, pad_rows, row_count
 from autopar.runtime.sequence import pad_sequences
 from autopar.runtime.tokens import TokenCounter
@@ -37,6 +40,7 @@ class BatchIntake:
         cores = attention_cores([n for n in traced.graph_module.graph.nodes if n.op == "call_function"])
         self._causal = all(len(core) == 1 and _is_causal(core[0]) for core in cores)
         self._rows_seen = 0
+        self._limits = IndexLimits(traced)
         self._hides_rows = counter.hides_rows and _only_targets(traced, counter.inputs)
         targets = [spec for spec in traced.inputs if spec.name in counter.inputs]
         self._hides_tokens = self._hides_rows and all(s.seq_dim is not None for s in targets) and not _pools(traced)
@@ -64,12 +68,32 @@ class BatchIntake:
     def _rows_of(self, inputs: dict[str, Tensor]) -> int:
         return row_count([s for s in self._traced.inputs if s.name != ROW_IDS], inputs)
 
-    def _every_ranks_rows(self, inputs: dict[str, Tensor]) -> list[int]:
-        """Rows each dp rank brings, so that all refuse alike. Collective."""
+    def _prepared(self, batch: Any) -> tuple[dict[str, Tensor], int]:
+        """The batch as graph inputs, padded to lengths that cut, and its rows. Raises SpecError if it does not fit."""
+        inputs = self.padded_sequences(self.bind(batch))
+        return inputs, self._rows_of(inputs)
+
+    def _own_batch(self, batch: Any) -> tuple[dict[str, Tensor], list[int]]:
+        """As `_prepared`, with the rows each dp rank brings: all refuse alike, also what only one of them sees.
+        Collective."""
+        refused: AutoparError | None = None
+        inputs: dict[str, Tensor] = {}
+        own = -1
+        try:
+            inputs, own = self._prepared(batch)
+        except AutoparError as error:
+            refused = error
         rows = torch.zeros(self._world.size("dp"), dtype=torch.int64, device=self._world.device)
-        rows[self._world.position["dp"]] = self._rows_of(inputs)
+        rows[self._world.position["dp"]] = own
         counts: list[int] = self._world.sum(rows, "dp").tolist()
-        return counts
+        if min(counts) < 0:
+            texts: list[str] = [str(refused or "")] * len(counts)
+            group = self._world.group("dp")
+            if group is not None:
+                dist.all_gather_object(texts, texts[0], group=group)
+            first = next(i for i, text in enumerate(texts) if text)
+            raise refused or SpecError(f"dp rank {first} brings another: {texts[first]}", where="batch")
+        return inputs, counts
 
     def _refuse(self, every: list[int], local: bool) -> None:
         """Raise SpecError, naming row counts that would do; nothing if the rows of this rank do."""
@@ -87,19 +111,29 @@ class BatchIntake:
 
         Rows that do not divide are padded, unless each rank brings its own or the loss would see it: SpecError.
         """
-        inputs = self.bind(batch)
-        every = self._every_ranks_rows(inputs) if local else [self._rows_of(inputs)]
-        inputs = self.padded_sequences(self.numbered(inputs, every if local else None))
+        if local:
+            inputs, every = self._own_batch(batch)
+        else:
+            inputs, rows = self._prepared(batch)
+            every = [rows]
+        inputs = self.numbered(inputs, every if local else None)
         unit = self._plan.micro_batch if local else self._world.size("dp") * self._plan.micro_batch
-        # FSDP's ranks meet in every micro-batch: those who bring fewer rows run empty ones.
-        wanted = max(*every, unit) if local and self._plan.zero else unit
-        if any(rows % wanted or not rows for rows in every):
+        wanted = [self._runnable(rows, unit) for rows in every]
+        if local and self._plan.zero:  # FSDP's ranks meet in every micro-batch: who brings fewer rows runs empty ones
+            wanted = [max(wanted)] * len(wanted)
+        if wanted != every:
             if all(every) and self._hides_rows and not any(local and rows % unit for rows in every):
-                inputs = pad_rows(self._traced.inputs, inputs, wanted, self._counter.fill)
+                own = wanted[self._world.position["dp"]] if local else wanted[0]
+                inputs = pad_rows(self._traced.inputs, inputs, own, self._counter.fill)
             else:
                 self._refuse(every, local)
         mine = self.own_rows(inputs, local)
         return mine, count_micro_batches(row_count(self._traced.inputs, mine), 1, self._plan.micro_batch)
+
+    def _runnable(self, rows: int, unit: int) -> int:
+        """Rows, padded ones included, that make micro-batches which the schedule can run."""
+        pp = self._plan.degrees.pp
+        return unit * runnable_micro_batches(self._plan.schedule if pp > 1 else "", pp, -(-rows // unit) or 1)
 
     def own_rows(self, inputs: dict[str, Tensor], local: bool = False) -> dict[str, Tensor]:
         """This dp rank's rows, on its device."""
@@ -110,10 +144,12 @@ class BatchIntake:
         return {name: t.to(self._world.device, non_blocking=True) for name, t in inputs.items()}
 
     def padded_sequences(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Sequences that cut into 2 cp chunks and, where the stream is sharded over tp, into tp parts of each."""
+        """Sequences that cut into 2 cp chunks and, where the stream is sharded over tp, into tp parts of each. Raises
+        SpecError where they cannot be padded, or hold an index that no table has."""
         specs, multiple = self._traced.inputs, self._sequence_multiple()
         lengths = {s.name: inputs[s.name].shape[s.seq_dim] for s in specs if s.seq_dim is not None}
         if all(length % multiple == 0 for length in lengths.values()):
+            self._limits.check(inputs)
             return inputs
         if not (self._causal and self._hides_tokens):
             sees = (
@@ -125,7 +161,9 @@ class BatchIntake:
                 where="batch",
                 try_=f"a length that is a multiple of {multiple}",
             )
-        return pad_sequences(inputs, specs, multiple, self._counter.fill)
+        padded = pad_sequences(inputs, specs, multiple, self._counter.fill)
+        self._limits.check(padded)
+        return padded
 
     def _sequence_multiple(self) -> int:
         degrees = self._plan.degrees

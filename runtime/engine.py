@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,9 @@ from autopar.runtime.judge import StepJudge
 from autopar.runtime.limits import check_axes, refuse_unbuilt
 from autopar.runtime.monitor import Monitor
 from autopar.runtime.observation import Observation
-from autopar.runtime.optimizer import check_patterns, new_optimizer, refuse_stale_optimizers
+from autopar.runtime.optimizer import OptimizerGuard, check_patterns, new_optimizer, refuse_stale_optimizers
 from autopar.runtime.overlap import AppliedOverlap
+from autopar.runtime.parameter_watch import ParameterWatch, refuse_hooks
 from autopar.runtime.reductions import gradient_reducer
 from autopar.runtime.stage import localize, set_training
 from autopar.runtime.state import LocalState
@@ -80,6 +82,7 @@ class ParallelModule(nn.Module):
         self.world = World(plan, device)
         if not self.world.alone:
             refuse_stale_optimizers(model)
+            refuse_hooks(model)
         self._state = LocalState(model, stages, self.world, plan, seed)
         self._wide = check_axes(fp32_reduce)
         self._overlap = AppliedOverlap(plan, stages[0].unapplied)
@@ -119,6 +122,11 @@ class ParallelModule(nn.Module):
             plan, traced, whole, self._localize, world=self.world, intake=intake, reducer=self._reducer
         )
         self._observed = Observation(plan, self.world, self._graphs)
+        self._guard = OptimizerGuard(self._state, self.world)
+        weakref.finalize(self, self._guard.remove)
+        held = self._state.parameters
+        replaced = [n for n, p in held.items() if self._state.divides(n) or self._state.copies.of.get(n, p) is not p]
+        self._watch = ParameterWatch({} if self.world.alone else held, replaced)
 
     def step(self, batch: Any, *, local: bool = False) -> Tensor:
         """Forward and backward of one global batch; afterwards gradients are complete. Returns the loss, 0-d and the
@@ -139,6 +147,7 @@ class ParallelModule(nn.Module):
                 where="step",
                 try_="pm(**batch) to evaluate under a plan without pipeline, or pm.train() before",
             )
+        self._watch.check()
         loss = self._observed.step(lambda: self._train(batch, local))
         self.notices += self._judge.new_notices()
         return loss
@@ -148,6 +157,7 @@ class ParallelModule(nn.Module):
 
         `step` moves less. Raises AutoparError under pipeline parallelism.
         """
+        self._watch.check()
         self._state.copies.follow()
         return self._called(self.training, args, kwargs)
 
@@ -171,6 +181,7 @@ class ParallelModule(nn.Module):
         """
         check_patterns([*(groups or {}), *(only or ())], list(self.traced.parameters))
         made = new_optimizer(cls, self._state, self.world, groups or {}, options, only=only)
+        self._guard.passed.add(made)
         self._observed.add_optimizer(made)
         return made
 

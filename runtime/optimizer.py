@@ -4,21 +4,25 @@ need them, and refusal of what could not be exact."""
 from __future__ import annotations
 
 import gc
+import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
+from weakref import WeakSet, ref
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autopar.errors import AutoparError, SpecError, nearest
-from autopar.runtime.optimizer_probe import reads_across, unable_on_shards
+from autopar.runtime.optimizer_probe import Factory, made, reads_across, unable_to_step
 from autopar.runtime.stand_ins import LocalTensors, StandIns, WholeTensors
 from autopar.runtime.state import LocalState
 from autopar.runtime.world import World
 
-__all__ = ["check_patterns", "new_optimizer", "refuse_stale_optimizers"]
+__all__ = ["OptimizerGuard", "check_patterns", "new_optimizer", "refuse_stale_optimizers"]
 
 
 def new_optimizer(
@@ -50,7 +54,14 @@ def new_optimizer(
     for pattern, own in members.items():
         chosen = {} if pattern is None else dict(groups[pattern])
         listed += [{"params": part, **chosen} for part in _by_kind(own)]
-    optimizer = cls(listed, **options)
+    optimizer = made(cls, listed, options)
+    given = {id(p) for group in listed for p in group["params"]}
+    if any(id(p) not in given for group in optimizer.param_groups for p in group["params"]):
+        raise SpecError(
+            f"{_name(cls)} holds other parameters than it was given, which nothing trains",
+            where="optimizer",
+            try_="a factory that passes its first argument on",
+        )
     if stand_ins is not None:
         stand_ins.attach(optimizer)
     return optimizer
@@ -64,20 +75,77 @@ def _stand_ins(
     trained: Mapping[str, nn.Parameter],
 ) -> StandIns | None:
     """What `cls` is to step in place of parameters that it cannot step as they lie; None if it can."""
+    reason = None if world.alone else unable_to_step(cls, options, world.device)
+    if reason is not None:
+        raise SpecError(
+            f"{_name(cls)} cannot step what a rank holds: {reason}",
+            where="optimizer",
+            try_="other options of it, or AdamW or SGD",
+        )
     cut = world.size("tp") > 1 or state.sharded
     across = reads_across(cls, options, world.device) if cut or world.size("pp") > 1 else None
     if across == "parameters":
         raise SpecError(
-            f"{getattr(cls, '__name__', 'this optimizer')} reads all parameters together, and ranks hold some of them",
+            f"{_name(cls)} reads all parameters together, and ranks hold some of them",
             where="optimizer",
             try_="one that works tensor by tensor (AdamW, SGD, Adafactor), or a plan with tp 1, pp 1 and zero 0",
         )
     if across == "tensors" and cut:
         return WholeTensors(state, world, list(trained))
     shard = next((p for p in trained.values() if isinstance(p, DTensor)), None)
-    if shard is not None and unable_on_shards(cls, options, shard):
+    if shard is not None and unable_to_step(cls, options, world.device, like=shard):
         return LocalTensors(state, list(trained))
     return None
+
+
+class OptimizerGuard:
+    """Looks at optimizers that users make by hand over the parameters of a rank, at their first step.
+
+    pm.optimizer gives what could not step slices something else to step; by hand, it would train another model without
+    a word. `passed`: those that may step.
+    """
+
+    def __init__(self, state: LocalState, world: World) -> None:
+        self.passed: WeakSet[torch.optim.Optimizer] = WeakSet()
+        self._device, self._cut, self._staged = (
+            world.device,
+            world.size("tp") > 1 or state.sharded,
+            world.size("pp") > 1,
+        )
+        self._held = {id(p) for p in state.parameters.values()}
+        self._handle = None if world.alone else register_optimizer_step_pre_hook(partial(_look, ref(self)))
+
+    def remove(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+
+    def look(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise SpecError for one that has to come from pm.optimizer."""
+        if optimizer in self.passed:
+            return
+        self.passed.add(optimizer)
+        if not any(id(p) in self._held for group in optimizer.param_groups for p in group["params"]):
+            return
+        taken = inspect.signature(type(optimizer)).parameters
+        options = {name: value for name, value in optimizer.defaults.items() if name in taken}
+        across = reads_across(type(optimizer), options, self._device) if self._cut or self._staged else None
+        if across == "parameters" or (across == "tensors" and self._cut):
+            raise SpecError(
+                f"{type(optimizer).__name__} reads more than single elements, and this rank holds parts",
+                where="optimizer.step",
+                try_=f"pm.optimizer({type(optimizer).__name__}, ...), which gives it whole tensors where it can",
+            )
+
+
+def _look(guard: ref[OptimizerGuard], optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """The hook, which keeps no module alive."""
+    alive = guard()
+    if alive is not None:
+        alive.look(optimizer)
+
+
+def _name(cls: Factory) -> str:
+    return getattr(cls, "__name__", "this optimizer")
 
 
 def check_patterns(patterns: Iterable[str], names: list[str]) -> None:

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-__all__ = ["reads_across", "unable_on_shards"]
+from autopar.errors import SpecError
+
+__all__ = ["Factory", "made", "reads_across", "unable_to_step"]
 
 Factory = Callable[..., torch.optim.Optimizer]
 _STEPS, _TOLERANCE = 3, 1e-6
@@ -38,17 +40,44 @@ def reads_across(cls: Factory, options: Mapping[str, Any], device: torch.device)
     return None if all(_same(whole, parts) for parts in cut) else "tensors"
 
 
-def unable_on_shards(cls: Factory, options: Mapping[str, Any], like: DTensor) -> str | None:
-    """Why `cls` cannot step parameters that are sharded as `like` is, in torch's words; None if it can."""
-    placed = like.device_mesh, like.placements
-    zeros = torch.zeros(2, 3, dtype=like.dtype, device=like.device)
-    parameter = nn.Parameter(DTensor.from_local(zeros, *placed, run_check=False))
-    optimizer = cls([{"params": [parameter]}], **options)
+def made(cls: Factory, groups: list[dict[str, Any]], options: Mapping[str, Any]) -> torch.optim.Optimizer:
+    """What `cls` makes. Raises SpecError where it makes none."""
+    name = getattr(cls, "__name__", "this optimizer")
+    try:
+        optimizer = cls(groups, **options)
+    except (TypeError, ValueError) as error:
+        raise SpecError(
+            f"{name} cannot be made: {error}", where="optimizer", try_="other options, or only=[...] of the parameters"
+        ) from error
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise SpecError(
+            f"{name} gives {type(optimizer).__name__}, no torch.optim.Optimizer",
+            where="optimizer",
+            try_="a class, or a factory that returns what it makes",
+        )
+    return optimizer
+
+
+def unable_to_step(
+    cls: Factory, options: Mapping[str, Any], device: torch.device, like: DTensor | None = None
+) -> str | None:
+    """Why `cls` cannot step dense parameters on `device`, or ones that are sharded as `like` is, in torch's words; None
+    if it can."""
+
+    def placed(local: Tensor) -> Tensor:
+        if like is None:
+            return local
+        return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False)
+
+    dtype = torch.float32 if like is None else like.dtype
+    parameter = nn.Parameter(placed(torch.zeros(2, 3, dtype=dtype, device=device)))
+    optimizer = made(cls, [{"params": [parameter]}], options)
     for _ in range(_STEPS):
-        parameter.grad = DTensor.from_local(torch.ones_like(zeros), *placed, run_check=False)
+        parameter.grad = placed(torch.ones(2, 3, dtype=dtype, device=device))
         try:
             _step(optimizer)
-        except RuntimeError as error:  # DTensor: ops without a sharding rule, writes that would change a placement
+        # Sparse gradients wanted, flags of another device; DTensor: ops without a sharding rule, changed placements.
+        except (RuntimeError, AssertionError) as error:
             return str(error).strip().split("\n")[0]
     return None
 
@@ -63,7 +92,7 @@ def _trained(
     """What the weights become, whole, or cut in two along a dim before and joined after."""
     parts, dim = (1, 0) if cut is None else (2, cut)
     parameters = [[nn.Parameter(piece.clone()) for piece in w.chunk(parts, dim)] for w in weights]
-    optimizer = cls([{"params": [p for pieces in parameters for p in pieces]}], **options)
+    optimizer = made(cls, [{"params": [p for pieces in parameters for p in pieces]}], options)
     for step in gradients:
         for pieces, gradient in zip(parameters, step, strict=True):
             for p, g in zip(pieces, gradient.chunk(parts, dim), strict=True):

@@ -25,7 +25,7 @@ from autopar.ir import InputSpec
 from autopar.runtime.clock import attached
 from autopar.runtime.receive_buffers import LeanStage
 
-__all__ = ["LocalStage", "PipelineRunner", "check_micro_batches"]
+__all__ = ["LocalStage", "PipelineRunner", "check_micro_batches", "runnable_micro_batches"]
 
 _KEPT_SCHEDULES = 4  # each has learnt the shapes of one input
 _LOOPED = {"interleaved": ScheduleInterleaved1F1B, "zero-bubble": ScheduleInterleavedZeroBubble}
@@ -46,13 +46,20 @@ def check_micro_batches(schedule: str, ranks: int, micro_batches: int) -> None:
     The looped schedules go in rounds of equal size: with n micro-batches there are max(1, n // ranks) of them.
     """
     rounds = max(1, micro_batches // ranks)
-    if schedule in _LOOPED and micro_batches % rounds:
+    if runnable_micro_batches(schedule, ranks, micro_batches) != micro_batches:
         raise SpecError(
             f"{micro_batches} micro-batches do not fall into {rounds} equal rounds over {ranks} pipeline ranks, "
             f"which schedule {schedule} needs",
             where="micro_batch",
             try_=f"{micro_batches // ranks * ranks} or {(micro_batches // ranks + 1) * ranks} micro-batches a step",
         )
+
+
+def runnable_micro_batches(schedule: str, ranks: int, micro_batches: int) -> int:
+    """The least number of micro-batches that the schedule can run and that is not smaller."""
+    if schedule not in _LOOPED or micro_batches % max(1, micro_batches // ranks) == 0:
+        return micro_batches
+    return runnable_micro_batches(schedule, ranks, micro_batches + 1)
 
 
 def _with_contiguous_gradient(x: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from autopar.errors import SpecError
 from autopar.ir import InputSpec, TracedModel
@@ -14,14 +15,16 @@ __all__ = ["count_micro_batches", "cut_rows", "fitting", "pad_rows", "row_count"
 
 
 def fitting(traced: TracedModel, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`batch` with narrower integers widened to the captured dtype. Raises SpecError where sizes are not those that the
-    graph was captured for, before any rank runs it."""
+    """`batch` with narrower dtypes of a kind widened to the captured one. Raises SpecError where kinds or sizes are not
+    those that the graph was captured for, before any rank runs it."""
     lengths: dict[str, int] = {}
     fitted = dict(batch)
     for spec in traced.inputs:
         x = batch.get(spec.name)
         if x is None:
             continue
+        if x.layout != torch.strided or x.is_nested or x.is_meta or isinstance(x, DTensor):
+            raise _misfit(spec, "no values of its own, or not in rows", "a plain tensor: x.to_dense(), x.full_tensor()")
         if x.dim() != len(spec.shape):
             raise _misfit(spec, f"{x.dim()} dims, captured with {len(spec.shape)}")
         for dim, (size, captured) in enumerate(zip(x.shape, spec.shape, strict=True)):
@@ -29,8 +32,7 @@ def fitting(traced: TracedModel, batch: Mapping[str, Tensor]) -> dict[str, Tenso
                 raise _misfit(spec, f"size {size} in dim {dim}, captured with {captured}")
             if captured == traced.seq:
                 lengths[spec.name] = size
-        if _is_integer(x.dtype) and _is_integer(spec.dtype) and torch.promote_types(x.dtype, spec.dtype) == spec.dtype:
-            fitted[spec.name] = x.to(spec.dtype)
+        fitted[spec.name] = _in_captured_dtype(spec, x)
     _check_lengths(traced, lengths)
     return fitted
 
@@ -53,12 +55,32 @@ def _check_lengths(traced: TracedModel, lengths: Mapping[str, int]) -> None:
             )
 
 
-def _misfit(spec: InputSpec, what: str) -> SpecError:
-    return SpecError(f"input {spec.name} has {what}", where="batch", try_="capture with an example of that size")
+def _misfit(spec: InputSpec, what: str, try_: str = "capture with an example of that size") -> SpecError:
+    return SpecError(f"input {spec.name} has {what}", where="batch", try_=try_)
 
 
-def _is_integer(dtype: torch.dtype) -> bool:
-    return not dtype.is_floating_point and not dtype.is_complex and dtype != torch.bool
+def _in_captured_dtype(spec: InputSpec, x: Tensor) -> Tensor:
+    """`x` widened within its kind (truth values are integers of one bit); the program was captured for that dtype."""
+    if x.dtype == spec.dtype:
+        return x
+    kind, captured = _kind(x.dtype), _kind(spec.dtype)
+    same = kind == captured or (kind == "truth values" and captured == "integers")
+    if same and torch.promote_types(x.dtype, spec.dtype) == spec.dtype:
+        return x.to(spec.dtype)
+    name = str(spec.dtype).removeprefix("torch.")
+    raise SpecError(
+        f"input {spec.name} holds {kind} ({x.dtype}), captured with {captured} ({spec.dtype})",
+        where="batch",
+        try_=f"{spec.name}.to(torch.{name}), or capture with an example of that dtype",
+    )
+
+
+def _kind(dtype: torch.dtype) -> str:
+    if dtype == torch.bool:
+        return "truth values"
+    if dtype.is_complex:
+        return "complex numbers"
+    return "floating-point numbers" if dtype.is_floating_point else "integers"
 
 
 def row_count(inputs: Sequence[InputSpec], batch: Mapping[str, Tensor]) -> int:
@@ -97,9 +119,9 @@ def cut_rows(inputs: Sequence[InputSpec], batch: Mapping[str, Tensor], parts: in
 
 
 def pad_rows(
-    inputs: Sequence[InputSpec], batch: Mapping[str, Tensor], multiple: int, fill: Mapping[str, int]
+    inputs: Sequence[InputSpec], batch: Mapping[str, Tensor], rows: int, fill: Mapping[str, int]
 ) -> dict[str, Tensor]:
-    """Batches with the last row repeated until the rows divide by `multiple`; inputs in `fill` get its value instead.
+    """Batches with the last row repeated until there are `rows`; inputs in `fill` get its value instead.
 
     A real row is repeated because an invented one may be what a model turns into NaN, such as a fully masked one.
     """
@@ -109,7 +131,7 @@ def pad_rows(
             continue
         x, dim = batch[spec.name], spec.batch_dim
         last = x.narrow(dim, x.shape[dim] - 1, 1)
-        missing = -x.shape[dim] % multiple
+        missing = rows - x.shape[dim]
         more = torch.full_like(last, fill[spec.name]) if spec.name in fill else last
         padded[spec.name] = torch.cat([x, *[more] * missing], dim)
     return padded

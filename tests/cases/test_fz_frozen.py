@@ -12,9 +12,11 @@ from torch import Tensor, nn
 
 from autopar.api import build
 from autopar.errors import AutoparError, SpecError
+from autopar.ir import TracedModel
 from autopar.mesh import Degrees
 from autopar.passes import prepare
 from autopar.plan import Plan
+from autopar.runtime.engine import ParallelModule
 from autopar.runtime.launch import run_ranks
 from autopar.specs import Pins
 from autopar.trace import trace
@@ -163,6 +165,30 @@ def _trained() -> None:
         pm.optimizer(torch.optim.AdamW, groups={"*.gamma": {}})
     with pytest.raises(SpecError, match="LBFGS reads all parameters together"):
         pm.optimizer(torch.optim.LBFGS)
+    _what_ranks_would_not_notice(model, traced, pm, batch)
+
+
+def _what_ranks_would_not_notice(model: nn.Module, traced: TracedModel, pm: ParallelModule, batch: Any) -> None:
+    """Parameters thawed after capture, and hooks on those in whose place others compute."""
+    frozen = next(p for _, p in pm.named_parameters() if not p.requires_grad)
+    frozen.requires_grad_(True)
+    with pytest.raises(AutoparError, match="was frozen when the model was captured, and its gradient is reduced"):
+        pm.step(batch)
+    frozen.requires_grad_(False)
+    pm.step(batch)
+    sharded = build(model, traced, _lora_plan(Degrees(dp=2), zero=1))
+    trained = next(p for p in sharded.parameters() if p.requires_grad)
+    for register in (trained.register_hook, trained.register_post_accumulate_grad_hook):
+        handle = register(lambda *_: None)
+        with pytest.raises(AutoparError, match="nothing calls a hook on this parameter.*change p.grad between"):
+            sharded.step(batch)
+        handle.remove()
+    sharded.step(batch)
+    own = next(p for p in model.parameters() if p.requires_grad)
+    handle = own.register_hook(lambda g: g)
+    with pytest.raises(AutoparError, match="ranks train copies of this parameter, without its hooks"):
+        build(model, traced, _lora_plan(Degrees(tp=2)))
+    handle.remove()
 
 
 def test_fz_01_fz_03_only_adapters_are_trained_and_stale_optimizers_refused() -> None:

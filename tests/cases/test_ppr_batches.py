@@ -40,8 +40,28 @@ def _odd_batches() -> None:
     ragged = [models.default_batch(rows=2, seq=16), models.default_batch(rows=2, seq=12)]
     with pytest.raises(AutoparError, match="input_ids"):
         pm.step({name: [part[name] for part in ragged] for name in ragged[0]})  # lengths of their own: no batch
-    with pytest.raises(SpecError, match="7 micro-batches do not fall into 3 equal rounds.*Try: 6 or 8"):
-        pm.step(models.default_batch(rows=14))
+    _step_equals(model, pm, models.default_batch(rows=14))  # 7 micro-batches fall into no equal rounds: one is padding
+    _refused_on_every_rank(pm)
+    _step_equals(model, pm, models.default_batch())
+
+
+def _refused_on_every_rank(pm: Any) -> None:
+    """What one rank's own rows get wrong, all say at once: nobody waits for a peer that has given up."""
+    position = pm.world.position["dp"]
+    good, bad = models.default_batch(rows=4), models.default_batch(rows=4)
+    bad["input_ids"][1, 2] = 99
+    longer = models.default_batch(rows=4, seq=80)
+    floating = {**good, "input_ids": good["input_ids"].double()}
+    for wrong, says in (
+        (bad, "input_ids holds 99, and tokens.weight has 64 rows"),
+        (longer, "sequences of 80 tokens read row 79 of positions.weight"),
+        (floating, "input_ids holds floating-point numbers"),
+        ({**good, "mask": good["labels"]}, "not captured: mask"),
+    ):
+        with pytest.raises(SpecError, match=says):
+            pm.step(wrong)
+        with pytest.raises(SpecError, match=says if position else f"dp rank 1 brings another: .*{says}"):
+            pm.step(wrong if position else good, local=True)
 
 
 def _step_equals(model: nn.Module, pm: Any, batch: dict[str, torch.Tensor]) -> None:

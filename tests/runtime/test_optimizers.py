@@ -15,6 +15,7 @@ from autopar.api import build
 from autopar.errors import SpecError
 from autopar.mesh import Degrees
 from autopar.passes import prepare
+from autopar.runtime.engine import ParallelModule
 from autopar.runtime.launch import run_ranks
 from autopar.runtime.optimizer_probe import reads_across
 from autopar.runtime.sharding import local_part
@@ -176,6 +177,34 @@ def _refused() -> None:
     with pytest.raises(SpecError, match="LBFGS reads all parameters together"):
         staged.optimizer(torch.optim.LBFGS, lr=0.1)
     staged.optimizer(Lars, lr=0.1)
+    _refused_under_any_plan(staged, model)
+    # Made by hand over the same parameters: at its first step.
+    pm.step(batch)
+    with pytest.raises(SpecError, match=r"Adafactor reads more than single elements.*pm.optimizer\(Adafactor, ...\)"):
+        torch.optim.Adafactor(pm.parameters()).step()
+    torch.optim.AdamW(pm.parameters()).step()
+
+
+def _refused_under_any_plan(pm: ParallelModule, model: nn.Module) -> None:
+    adam = torch.optim.AdamW
+    for cls, options, says in (
+        (torch.optim.SparseAdam, {}, "SparseAdam cannot step what a rank holds: .*does not support dense gradients"),
+        (adam, {"capturable": True}, "AdamW cannot step what a rank holds: If capturable=True"),
+        (adam, {"differentiable": True}, "AdamW cannot step what a rank holds: a leaf Variable"),
+        (torch.optim.Muon, {}, "Muon cannot be made: Muon only supports 2D parameters.*only="),
+        (adam, {"rate": 1.0}, "AdamW cannot be made: .*unexpected keyword argument 'rate'"),
+        (adam, {"lr": -1.0}, "AdamW cannot be made: Invalid learning rate"),
+        (_nothing, {}, "_nothing gives NoneType, no torch.optim.Optimizer"),
+        (lambda _: adam(model.parameters()), {}, "holds other parameters than it was given"),
+    ):
+        with pytest.raises(SpecError, match=says):
+            pm.optimizer(cls, **options)  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match="no parameter matches '.*gamma'"):
+        pm.optimizer(adam, only=["*.gamma"])
+
+
+def _nothing(params: Any) -> None:
+    torch.optim.AdamW(params)
 
 
 @pytest.mark.distributed
