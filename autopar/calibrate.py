@@ -1,7 +1,8 @@
 """From measurements of this machine to a cluster file: `autopar calibrate`.
 
-Device rates are the best seen, efficiencies what the other sizes reach of them. Each level of the network gets the
-latency and bandwidth that fit its collectives best, in relative error, under the formulas the search prices with.
+Device rates are the best seen, efficiencies what the other sizes reach of them. Each collective of each level of the
+network gets the latency and bandwidth that fit it best, in relative error, under the formulas the search prices with,
+and so does the level as a whole: what a backend does not emulate alike differs several times.
 """
 
 from __future__ import annotations
@@ -15,31 +16,55 @@ from dataclasses import dataclass
 from datetime import date
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
 from autopar.cost_model.comm_cost import GroupCost
 from autopar.errors import SpecError
 from autopar.hardware import DEVICES
+from autopar.links import COLLECTIVES
 from autopar.runtime.launch import join_torchrun, run_ranks
 from autopar.runtime.measure import Sample, measure, measurement_count
 
 __all__ = ["Calibration", "Level", "calibrate", "calibrate_locally", "fit", "show_progress"]
 
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 _LEAST_LATENCY_S = 1e-7
+_FIT_ROUNDS, _MOST_STEP = 20, 0.9
+
+Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Rate:
+    """bytes/s and seconds a message as fitted; `error` is the median relative error of the fit over its samples."""
+
+    bandwidth: float
+    latency_s: float
+    error: float
+
+    def toml(self) -> list[str]:
+        return [
+            f"bandwidth = {self.bandwidth:.4g}  # bytes/s; the fit is {100 * self.error:.0f} % off in the median",
+            f"latency = {self.latency_s:.3g}  # seconds",
+        ]
 
 
 @dataclass(frozen=True)
 class Level:
-    """A level of the network: `span` ranks, bytes/s and seconds as fitted; `error` is the median relative error of the
-    fit over its samples."""
+    """A level of the network: `span` ranks; the rate of all collectives together, and of each kind."""
 
     name: str
     span: int
-    bandwidth: float
-    latency_s: float
-    error: float
+    rate: Rate
+    kinds: dict[str, Rate]
+
+    def toml(self) -> list[str]:
+        lines = ["[[link]]", f'name = "{self.name}"', f"span = {self.span}", *self.rate.toml()]
+        lines += ["efficiency = 1.0  # bandwidth is what was reached"]
+        for kind, rate in self.kinds.items():
+            lines += ["", f"[link.{kind}]", *rate.toml()]
+        return lines
 
 
 @dataclass(frozen=True)
@@ -71,21 +96,13 @@ class Calibration:
         lines += [
             f"matmul_efficiency = {self.matmul_efficiency:.3f}  # median product over the best",
             f"attention_efficiency = {self.attention_efficiency:.3f}  # causal attention over the best product",
-            f"memory_bandwidth = {self.memory_bandwidth:.4g}  # bytes/s, one addition out of cache",
+            f"memory_bandwidth = {self.memory_bandwidth:.4g}  # bytes/s that elementwise ops reach",
             "memory_efficiency = 1.0  # memory_bandwidth is what was reached",
-            f"launch = {self.launch_s:.3g}  # seconds a small op",
+            f"launch = {self.launch_s:.3g}  # seconds a small op with its views",
             f"reserved = {self.reserved_bytes}  # bytes; not measured",
         ]
         for level in self.levels:
-            lines += [
-                "",
-                "[[link]]",
-                f'name = "{level.name}"',
-                f"span = {level.span}",
-                f"bandwidth = {level.bandwidth:.4g}  # bytes/s; the fit is {100 * level.error:.0f} % off in the median",
-                f"latency = {level.latency_s:.3g}  # seconds",
-                "efficiency = 1.0  # bandwidth is what was reached",
-            ]
+            lines += ["", *level.toml()]
         lines += ["", "# samples: kind, dtype, ranks, shape, seconds"]
         lines += [f"# {s.kind}, {s.dtype}, {s.ranks}, {s.shape}, {s.seconds:.4g}" for s in self.samples]
         return "\n".join(lines) + "\n"
@@ -99,13 +116,13 @@ def calibrate(progress: Progress | None = None) -> Calibration:
     """Measure the processes of this torchrun job, or this process alone. Collective; every rank gets the same."""
     device = join_torchrun()
     world = dist.get_world_size() if dist.is_initialized() else 1
-    sizes = _level_sizes(world)
-    report = None
+    levels = _level_sizes(world)
+    sizes, report = group_sizes(levels), None
     if progress is not None and (not dist.is_initialized() or dist.get_rank() == 0):
         count = measurement_count(device, sizes)
         taken = itertools.count(1)
         report = lambda sample: progress(next(taken), count, sample)  # noqa: E731
-    return fit(measure(device, sizes, report), device, world, sizes)
+    return fit(measure(device, sizes, report), device, world, levels)
 
 
 def calibrate_locally(ranks: int, progress: Progress | None = None, timeout_s: float = 600.0) -> Calibration:
@@ -151,8 +168,8 @@ def fit(samples: Sequence[Sample], device: torch.device, ranks: int, sizes: Sequ
         launch_s=launch.seconds / launch.amount,
         reserved_bytes=DEVICES["cpu" if device.type == "cpu" else "a100-80g"].reserved_bytes,
         levels=tuple(
-            _fit_level(name, span, [s for s in samples if s.ranks == span and s.kind in COLLECTIVES])
-            for name, span in zip(names, sizes, strict=False)
+            _fit_level(name, span, [s for s in samples if inside < s.ranks <= span and s.kind in COLLECTIVES])
+            for name, inside, span in zip(names, (1, *sizes), sizes, strict=False)
         ),
         samples=tuple(samples),
     )
@@ -166,21 +183,39 @@ def _level_sizes(world: int) -> tuple[int, ...]:
     return (node, world) if 1 < node < world and world % node == 0 else (world,)
 
 
+def group_sizes(levels: Sequence[int]) -> tuple[int, ...]:
+    """Sizes of the groups to measure: whole levels, and pairs inside the first, which share its links."""
+    return tuple(sorted({2, *levels})) if levels and levels[0] % 2 == 0 else tuple(levels)
+
+
 def _fit_level(name: str, span: int, samples: Sequence[Sample]) -> Level:
-    """Least squares of relative errors in latency and seconds per byte, neither below zero."""
+    kinds = {kind: [s for s in samples if s.kind == kind] for kind in COLLECTIVES}
+    return Level(name, span, _fit_rate(samples), {kind: _fit_rate(own) for kind, own in kinds.items() if own})
+
+
+def _fit_rate(samples: Sequence[Sample]) -> Rate:
+    """Least squares of the errors' logarithms in latency and seconds per byte, neither below zero: half as long is as
+    wrong as twice as long. Each round is linear around the fit of the last one."""
     rows = np.array([_terms(s.kind, s.ranks, s.amount) for s in samples])
     seconds = np.array([s.seconds for s in samples])
-    scaled = rows / seconds[:, None]
-    (latency, per_byte), *_ = np.linalg.lstsq(scaled, np.ones(len(samples)), rcond=None)
+    fitted = seconds
+    for _ in range(_FIT_ROUNDS):
+        aim = fitted * (1 + np.clip(np.log(seconds / fitted), -_MOST_STEP, _MOST_STEP))
+        latency, per_byte = _non_negative_fit(rows, aim, fitted)
+        fitted = rows @ (latency, per_byte)
+    return Rate(1.0 / per_byte, latency, float(np.median(np.abs(fitted / seconds - 1))))
+
+
+def _non_negative_fit(rows: Array, seconds: Array, scale: Array) -> tuple[float, float]:
+    scaled, wanted = rows / scale[:, None], seconds / scale
+    (latency, per_byte), *_ = np.linalg.lstsq(scaled, wanted, rcond=None)
     if latency < _LEAST_LATENCY_S:
         latency = _LEAST_LATENCY_S
-        per_byte = float(scaled[:, 1].sum() / (scaled[:, 1] ** 2).sum())
+        per_byte = float(scaled[:, 1] @ (wanted - latency * scaled[:, 0]) / (scaled[:, 1] ** 2).sum())
     if per_byte <= 0:  # latency alone explains them: a bandwidth no sample contradicts
-        latency = float(scaled[:, 0].sum() / (scaled[:, 0] ** 2).sum())
-        per_byte = 1.0 / max(s.amount / s.seconds for s in samples)
-    cost = GroupCost(span, 1.0 / float(per_byte), float(latency))
-    errors = [abs(cost.seconds(s.kind, s.amount) / s.seconds - 1) for s in samples]
-    return Level(name, span, 1.0 / float(per_byte), float(latency), statistics.median(errors))
+        latency = float(scaled[:, 0] @ wanted / (scaled[:, 0] ** 2).sum())
+        per_byte = float((seconds / np.maximum(rows[:, 1], 1.0)).min())
+    return float(latency), float(per_byte)
 
 
 def _terms(kind: str, ranks: int, whole_bytes: float) -> tuple[float, float]:

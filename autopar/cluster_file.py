@@ -17,6 +17,7 @@ from autopar import units
 from autopar.checks import shown
 from autopar.errors import SpecError, nearest
 from autopar.hardware import DEVICES
+from autopar.links import COLLECTIVES, CollectiveSpec
 from autopar.mixed_cluster import mixed_cluster
 from autopar.specs import ClusterSpec, DeviceSpec, GroupSpec, LinkSpec, StackSpec
 
@@ -136,11 +137,21 @@ def _device(table: Mapping[str, Any]) -> DeviceSpec:
 
 
 def _link(table: Mapping[str, Any], where: str) -> LinkSpec:
-    _known(table, list(LINK_KEYS), where)
+    _known(table, [*LINK_KEYS, *COLLECTIVES], where)
     missing = [key for key in ("span", "bandwidth", "latency") if key not in table]
     if missing:
         raise SpecError(f"missing {', '.join(missing)}", where=where)
-    return LinkSpec(**{"name": where, **_read(table, LINK_KEYS, where)})
+    own = tuple(_collective(_table(table, kind), kind, f"{where}.{kind}") for kind in COLLECTIVES if kind in table)
+    return LinkSpec(**{"name": where, **_read(table, LINK_KEYS, where)}, collectives=own)
+
+
+def _collective(table: Mapping[str, Any], kind: str, where: str) -> CollectiveSpec:
+    keys = {key: LINK_KEYS[key] for key in ("bandwidth", "latency")}
+    _known(table, list(keys), where)
+    missing = [key for key in keys if key not in table]
+    if missing:
+        raise SpecError(f"missing {', '.join(missing)}", where=where)
+    return CollectiveSpec(kind=kind, **_read(table, keys, where))
 
 
 def _stack(table: Mapping[str, Any]) -> StackSpec:

@@ -8,10 +8,11 @@ the pace of the slowest: equal devices with the least of every figure.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar.errors import SpecError
-from autopar.specs import ClusterSpec, DeviceSpec, GroupSpec, LinkSpec, StackSpec
+from autopar.specs import ClusterSpec, CollectiveSpec, DeviceSpec, GroupSpec, LinkSpec, StackSpec
 
 __all__ = ["MOST_GROUPS", "as_slowest", "group_view", "mixed_cluster", "rank_ranges", "reordered"]
 
@@ -94,14 +95,24 @@ def _slowest_links(groups: tuple[GroupSpec, ...], between: LinkSpec, total: int)
     """Units of neighbours that every group is made of, on the slowest innermost link; all others on the slowest of the
     rest."""
     outer = [link for group in groups for link in group.links[1:]] + [between]
-    last = replace(
-        min(outer, key=_bytes_per_s), name=between.name, span=total, latency=max(link.latency for link in outer)
-    )
+    last = _slowest(outer, name=between.name, span=total)
     span = math.gcd(*(group.links[0].span if group.links else 1 for group in groups))
     if span == 1 or span == total:
         return (last,)
-    inner = min((group.links[0] for group in groups), key=_bytes_per_s)
-    return (replace(inner, span=span, latency=max(group.links[0].latency for group in groups)), last)
+    innermost = [group.links[0] for group in groups]
+    return (_slowest(innermost, name=min(innermost, key=_bytes_per_s).name, span=span), last)
+
+
+def _slowest(links: Sequence[LinkSpec], *, name: str, span: int) -> LinkSpec:
+    """The slowest of the links, for each collective that one of them has figures of too."""
+    kinds = {own.kind for link in links for own in link.collectives}
+    rates = {kind: [link.rate(kind) for link in links] for kind in sorted(kinds)}
+    own = tuple(
+        CollectiveSpec(kind=kind, bandwidth=min(b for b, _ in found), latency=max(s for _, s in found))
+        for kind, found in rates.items()
+    )
+    slowest, latency = min(links, key=_bytes_per_s), max(link.latency for link in links)
+    return replace(slowest, name=name, span=span, latency=latency, collectives=own)
 
 
 def _bytes_per_s(link: LinkSpec) -> float:

@@ -23,10 +23,11 @@ from autopar.checks import (
     shown,
 )
 from autopar.errors import SpecError
+from autopar.links import CollectiveSpec, LinkSpec, check_spans
 from autopar.pins import Pins
 from autopar.plan_checks import OVERLAPS
 
-__all__ = ["ClusterSpec", "DeviceSpec", "GroupSpec", "LinkSpec", "Pins", "StackSpec", "TrainSpec"]
+__all__ = ["ClusterSpec", "CollectiveSpec", "DeviceSpec", "GroupSpec", "LinkSpec", "Pins", "StackSpec", "TrainSpec"]
 
 DTYPES = ("fp64", "fp32", "bf16", "fp16", "fp8")
 PRECISIONS = ("fp64", "fp32", "bf16", "fp16", "bf16-mixed")
@@ -94,37 +95,6 @@ class DeviceSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinkSpec:
-    """One level of the network. A group whose ranks all lie within `span` consecutive devices uses this level.
-
-    bandwidth            bytes/s per device and direction when all devices of the level talk
-    latency              seconds per message (alpha)
-    efficiency           fraction of `bandwidth` large messages reach
-    shared_by            devices that share one such link (1: a link each)
-    """
-
-    name: str
-    span: int
-    bandwidth: float
-    latency: float
-    efficiency: float = 0.9
-    shared_by: int = 1
-    in_network_reduction: bool = False
-
-    def __post_init__(self) -> None:
-        require_text(self.name, "link.name")
-        where = f"link {self.name!r}"
-        if isinstance(self.span, bool) or not isinstance(self.span, int):
-            raise SpecError(f"must be a number of devices, not {shown(self.span)}", where=f"{where}: span")
-        finite_positive(self.bandwidth, f"{where}: bandwidth")
-        finite_non_negative(self.latency, f"{where}: latency")
-        require_fraction(self.efficiency, f"{where}: efficiency")
-        require_count(self.shared_by, f"{where}: shared_by")
-        if not isinstance(self.in_network_reduction, bool):
-            raise SpecError("must be true or false", where=f"{where}: in_network_reduction")
-
-
-@dataclass(frozen=True, kw_only=True)
 class StackSpec:
     """Declared properties of the software stack that prices depend on.
 
@@ -160,7 +130,7 @@ class GroupSpec:
         require_text(self.name, "group.name")
         require_count(self.num_devices, f"group {self.name!r}: devices", largest=MOST_DEVICES)
         object.__setattr__(self, "links", tuple(self.links))
-        _check_spans(self.links, self.num_devices)
+        check_spans(self.links, self.num_devices)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,7 +156,7 @@ class ClusterSpec:
         require_count(self.num_devices, "num_devices", largest=MOST_DEVICES)
         object.__setattr__(self, "links", tuple(self.links))
         object.__setattr__(self, "groups", tuple(self.groups))
-        _check_spans(self.links, self.num_devices)
+        check_spans(self.links, self.num_devices)
         _check_groups(self.groups, self.num_devices)
 
     @staticmethod
@@ -265,29 +235,6 @@ class TrainSpec:
         return _fingerprint(_plain(self))
 
 
-def _check_spans(links: tuple[LinkSpec, ...], num_devices: int) -> None:
-    if not links:
-        if num_devices > 1:
-            raise SpecError(f"nothing joins the {num_devices} devices", where="links", try_="add a [[link]]")
-        return
-    inner = 0
-    for link in links:
-        where = f"link {link.name!r}: span"
-        if link.span <= inner:
-            raise SpecError(
-                f"{link.span} is not above {inner}, the level inside it", where=where, try_="innermost level first"
-            )
-        if inner and link.span % inner:
-            raise SpecError(f"{link.span} is not a multiple of {inner}, the level inside it", where=where)
-        inner = link.span
-    if inner != num_devices:
-        raise SpecError(
-            f"the outermost link spans {inner} of {num_devices} devices",
-            where=f"link {links[-1].name!r}: span",
-            try_=f"span = {num_devices} on the last [[link]]",
-        )
-
-
 def _check_groups(groups: tuple[GroupSpec, ...], num_devices: int) -> None:
     if not groups:
         return
@@ -304,15 +251,24 @@ def _check_groups(groups: tuple[GroupSpec, ...], num_devices: int) -> None:
 def _plain(spec: Any) -> dict[str, Any]:
     """`dataclasses.asdict`, which cannot copy a read-only mapping."""
     if isinstance(spec, ClusterSpec):
-        links = [asdict(link) for link in spec.links]
+        links = [_plain_link(link) for link in spec.links]
         groups = [
-            {**vars(g), "device": _plain(g.device), "links": [asdict(link) for link in g.links]} for g in spec.groups
+            {**vars(g), "device": _plain(g.device), "links": [_plain_link(link) for link in g.links]}
+            for g in spec.groups
         ]
         named = {"device": _plain(spec.device), "links": links, "stack": asdict(spec.stack)}
         return {**vars(spec), **named, "groups": groups}
     if isinstance(spec, DeviceSpec):
         return {**vars(spec), "flops": dict(spec.flops)}
     return dict(vars(spec))
+
+
+def _plain_link(link: LinkSpec) -> dict[str, Any]:
+    """Without what is not given: a fingerprint tells only of figures that are there."""
+    values = asdict(link)
+    if not link.collectives:
+        del values["collectives"]
+    return values
 
 
 def _device_from(values: dict[str, Any]) -> DeviceSpec:

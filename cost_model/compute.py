@@ -31,6 +31,9 @@ FLASH_BACKWARD = 2.5
 _RMS_NORM_PASSES = 9
 """Reads and writes of the hidden-sized tensor by the eager chain to, pow, mean, mul, to, mul, in element sizes."""
 
+_RMS_NORM_LAUNCHES, _CROSS_ENTROPY_LAUNCHES = (6, 14), (2, 2)
+"""Kernels forward and backward of the chains behind one node, as torch dispatches them in fp32."""
+
 _CROSS_ENTROPY_FP32_PASSES = 3
 """Cast, log-softmax and pick: each walks an fp32 copy of the logits."""
 
@@ -43,6 +46,7 @@ class OpCost:
     dims     matmul: m, n, k, count; attention: queries, keys, head_dim, batch x heads (see `kernels.Kernel`)
     product  both operands of the matmul are activations
     share    part of the attention matrix that a kernel which skips masked blocks works on
+    launches kernels forward and backward
     """
 
     kind: str
@@ -56,6 +60,7 @@ class OpCost:
     dims: tuple[sympy.Expr, ...] = ()
     product: bool = False
     share: float = 1.0
+    launches: tuple[int, int] = (1, 1)
 
 
 def op_cost(node: fx.Node, sizes: ElementSizes) -> OpCost:
@@ -88,10 +93,11 @@ def op_cost(node: fx.Node, sizes: ElementSizes) -> OpCost:
     if "cross_entropy" in name:
         wide = numel(inputs[0].meta["shape"]) * 4 * _CROSS_ENTROPY_FP32_PASSES
         return OpCost("memory", zero, zero, zero, (in_bytes[0] + wide, *in_bytes[1:]), out_bytes,
-                      (backward, *(0.0 for _ in in_bytes[1:])), 0.0)  # fmt: skip
+                      (backward, *(0.0 for _ in in_bytes[1:])), 0.0, launches=_CROSS_ENTROPY_LAUNCHES)  # fmt: skip
     if name == "rms_norm":
         rows = (_RMS_NORM_PASSES * in_bytes[0], *in_bytes[1:])
-        return OpCost("memory", zero, zero, zero, rows, out_bytes, (2.0 * backward, 0.0), backward)
+        return OpCost("memory", zero, zero, zero, rows, out_bytes, (2.0 * backward, 0.0), backward,
+                      launches=_RMS_NORM_LAUNCHES)  # fmt: skip
     reads = tuple((2.0 if name not in ("add", "sub") else 0.0) * g for g in grads)
     return OpCost("memory", zero, zero, zero, in_bytes, out_bytes, reads, backward * (name not in ("add", "sub")))
 
@@ -143,6 +149,7 @@ class OpSizes:
     product: bool = False
     share: float = 1.0
     output_dims: int = 0
+    launches: tuple[int, int] = (1, 1)
 
 
 class ComputePrices:
@@ -169,7 +176,7 @@ class ComputePrices:
             result[node] = OpSizes(cost.kind, forward, backward, useful, tuple(ins), out,
                                    cost.backward_input_weights, cost.backward_output_weight, tuple(dims),
                                    tuple(bool(n.meta.get("grad")) for n in operands), cost.product, cost.share,
-                                   len(node.meta["shape"]) if cost.dims else 0)  # fmt: skip
+                                   len(node.meta["shape"]) if cost.dims else 0, cost.launches)  # fmt: skip
         return result
 
 
@@ -184,8 +191,11 @@ def local_kernels(op: OpSizes, inputs: Sequence[Placement | None], output: Place
         w * b / n for w, b, n in zip(op.backward_input_weights, op.input_bytes, parts, strict=True)
     )
     if op.kind == "memory":
-        kernels = (Kernel(MEMORY, moved_bytes=forward_bytes),)
-        return (*kernels, Kernel(MEMORY, moved_bytes=backward_bytes, backward=1)) if backward_bytes else kernels
+        forward_launches, backward_launches = op.launches
+        kernel = Kernel(MEMORY, moved_bytes=forward_bytes, launches=forward_launches)
+        if not backward_bytes:
+            return (kernel,)
+        return kernel, Kernel(MEMORY, moved_bytes=backward_bytes, backward=1, launches=backward_launches)
     m, n, k, count = _local_dims(op, inputs, output, tp)
     if op.kind == "attention":
         forward = Kernel(ATTENTION_KIND, m, n, k, count, forward_bytes, 0, op.share)

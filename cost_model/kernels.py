@@ -29,6 +29,7 @@ class Kernel(NamedTuple):
     share           fraction of the [m, n] matrix a causal kernel works on (1 for all else)
     fused_bytes     of a memory-bound op: what it moves where the stack fuses chains; 0 if another op of its chain
                     carries it, negative if not known (then moved_bytes)
+    launches        kernels that it really is where nothing is fused
     """
 
     kind: int
@@ -40,6 +41,7 @@ class Kernel(NamedTuple):
     backward: int = 0
     share: float = 1.0
     fused_bytes: float = -1.0
+    launches: float = 1.0
 
     @property
     def flops(self) -> float:
@@ -59,7 +61,18 @@ class Kernels:
         self.rows = tuple(kernels)
         table = np.array(self.rows, dtype=float).reshape(-1, len(Kernel._fields)).T
         self.kind: Array
-        self.kind, self.m, self.n, self.k, self.batch, self.moved_bytes, self.backward, self.share, fused = table
+        (
+            self.kind,
+            self.m,
+            self.n,
+            self.k,
+            self.batch,
+            self.moved_bytes,
+            self.backward,
+            self.share,
+            fused,
+            self.launches,
+        ) = table
         self.fused_bytes = np.where(fused < 0, self.moved_bytes, fused)
         self.is_matmul, self.is_product = self.kind == MATMUL, self.kind == PRODUCT
         self.is_attention, self.is_memory = self.kind == ATTENTION, self.kind == MEMORY

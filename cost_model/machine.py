@@ -108,7 +108,8 @@ class Machine:
         memory_s = own * self.elementwise_traffic / self.bytes_per_s
         times: Array = np.where(kernels.is_memory, memory_s, np.where(kernels.is_attention, attention_s, matmul_s))
         times += self._casts_s(kernels)
-        launched = np.where(kernels.is_memory & (own == 0), 0.0, self.launch_s)
+        launches = 1.0 if self.fuses else kernels.launches
+        launched = np.where(kernels.is_memory & (own == 0), 0.0, self.launch_s * launches)
         total: Array = times + launched
         return total
 

@@ -27,4 +27,5 @@ def own_traits(stack: StackSpec, recipe: Recipe, zero: int, *, sequence_sharding
         keeps_gathered=True,
         sums_replicas_once=True,
         scatters_stage_outputs=False,
+        bucket_bytes=25 * 2**20,  # of runtime.engine
     )

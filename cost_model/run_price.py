@@ -110,8 +110,10 @@ class _Run:
         parameters = count * self.layer.parameters + sum(unit.parameters for unit in ends)
         price = self.layer.price
         step_tp_s = count * price.step_communication_s + sum(unit.price.step_communication_s for unit in ends)
+        parts = count + bool(ends) if self.price.traits.fully_sharded else 1
         return self.price.tail(parameters, count * (price.forward_s + price.forward_communication_s),
-                               count * (price.backward_s + price.backward_communication_s), step_tp_s)  # fmt: skip
+                               count * (price.backward_s + price.backward_communication_s), step_tp_s,
+                               parts)  # fmt: skip
 
     def _weights_s(self, stage: int, count: int) -> float:
         ends = sum(self.price.weights_s(unit) for here, unit in self.ends if here == stage)

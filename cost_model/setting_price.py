@@ -137,7 +137,8 @@ class SettingPrice:
         backward_s = sum(n * (p.backward_s + p.backward_communication_s) for n, p in units)
         step_tp_s = sum(n * p.step_communication_s for n, p in units)
         step_tp_s += sum(unit.price.step_communication_s for unit in self.end_units(stage))
-        return self.step.tail(self.trained(stage, counts), forward_s, backward_s, step_tp_s)
+        parts = sum(counts) + any(unit.parameters for unit in self.end_units(stage))  # FSDP: a layer, or the rest
+        return self.step.tail(self.trained(stage, counts), forward_s, backward_s, step_tp_s, parts)
 
     def _tail_s(self, stage: int, counts: tuple[int, ...]) -> float:
         """Stages between the first and the last are alike."""

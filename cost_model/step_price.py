@@ -53,6 +53,7 @@ class StackTraits:
     keeps_gathered          ZeRO 2 gathers parameters once a step, not each micro-batch
     sums_replicas_once      hybrid shards are summed over their copies once a step, not each micro-batch
     scatters_stage_outputs  a replicated stream is cut over tp for the way between stages and gathered behind it
+    bucket_bytes            gradients summed at a time without ZeRO
     """
 
     attention: str = "flash"
@@ -76,6 +77,7 @@ class StackTraits:
     keeps_gathered: bool = False
     sums_replicas_once: bool = False
     scatters_stage_outputs: bool = True
+    bucket_bytes: float = math.inf
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +160,8 @@ class StepPrice:
         self.replica_group = group_cost(cluster, hybrid, "dp")
         self.tp_group, self.cp_group, self.pp_group = (group_cost(cluster, d, axis) for axis in ("tp", "cp", "pp"))
         self.tp_exposed = 1 - (constants["tp_hidden"] if "tp" in traits.overlap else 0.0)
-        self.hides_dp = "dp" in traits.overlap
+        # a CPU moves bytes with the cores that compute
+        self.hides_dp = "dp" in traits.overlap and cluster.device.kind == "cuda"
 
     # --- every micro-batch --------------------------------------------------------------------------------------------
 
@@ -258,15 +261,21 @@ class StepPrice:
 
     # --- once a step --------------------------------------------------------------------------------------------------
 
-    def tail(self, parameters: float, forward_s: float, backward_s: float, step_tp_s: float = 0.0) -> dict[str, float]:
+    def tail(
+        self, parameters: float, forward_s: float, backward_s: float, step_tp_s: float = 0.0, units: int = 1
+    ) -> dict[str, float]:
         """What a stage that trains `parameters` does after its last backward. forward_s, backward_s: its layers,
-        communication over tp included; step_tp_s: gradients of replicated parameters over tp."""
-        return {"tp": step_tp_s, "dp": self._exposed_dp_s(parameters, forward_s, backward_s),
+        communication over tp included; step_tp_s: gradients of replicated parameters over tp; units: parts that ZeRO
+        gathers and reduces one by one."""
+        buckets = math.ceil(parameters * self.traits.reduce_bytes / self.traits.bucket_bytes)
+        messages = max(1, units if self.layout.zero else buckets)
+        return {"tp": step_tp_s, "dp": self._exposed_dp_s(parameters, forward_s, backward_s, messages=messages),
                 "optimizer": self.optimizer_s(parameters)}  # fmt: skip
 
     def least_tail_s(self, parameters: float, forward_s: float, backward_s: float) -> float:
         """Lower bound of the longest tail of stages that hold `parameters` and take these times on average: a tail is
-        convex in them but for the choice of ring or tree, whose rates differ by (n - 1) / n."""
+        convex in them but for the choice of ring or tree, whose rates differ by (n - 1) / n, and messages, of which
+        there is at least one."""
         n = self.replica_group.size
         share = (n - 1) / n if n > 1 else 1.0
         return self._exposed_dp_s(parameters, forward_s, backward_s, share) + self.optimizer_s(parameters)
@@ -275,23 +284,25 @@ class StepPrice:
         held = parameters / (max(1, self.layout.zero_shard) if self.layout.zero else 1)
         return held * self.recipe.update_traffic_bytes / self.machine.bytes_per_s
 
-    def _exposed_dp_s(self, parameters: float, forward_s: float, backward_s: float, share: float = 1.0) -> float:
+    def _exposed_dp_s(
+        self, parameters: float, forward_s: float, backward_s: float, share: float = 1.0, messages: int = 1
+    ) -> float:
         """Exposed gradient reduction and parameter gather; share: factor on the all-reduce between replicas."""
         zero, traits = self.layout.zero, self.traits
         behind_backward_s, behind_forward_s = (backward_s, forward_s) if self.hides_dp else (0.0, 0.0)
-        gather_s = self.shard_group.seconds("all_gather", parameters * self._gather_bytes)
+        gather_s = self.shard_group.in_messages("all_gather", parameters * self._gather_bytes, messages)
         if zero >= 2:
             exposed_s = exposed_reduction_s(gather_s, behind_forward_s) if zero == 2 and traits.keeps_gathered else 0.0
             if traits.sums_replicas_once:
-                sum_s = share * self._between_replicas_s(parameters)
+                sum_s = share * self._between_replicas_s(parameters, messages)
                 exposed_s += exposed_reduction_s(sum_s, behind_backward_s)
             return exposed_s
         if zero == 0:
-            reduce_bytes = parameters * traits.reduce_bytes
-            reduce_s = self.shard_group.seconds("all_reduce", reduce_bytes)
-            reduce_s += share * self.replica_group.seconds("all_reduce", reduce_bytes)
+            nbytes = parameters * traits.reduce_bytes
+            reduce_s = self.shard_group.in_messages("all_reduce", nbytes, messages)
+            reduce_s += share * self.replica_group.in_messages("all_reduce", nbytes, messages)
             return exposed_reduction_s(reduce_s, behind_backward_s)
-        reduce_s = exposed_reduction_s(self._scatter_s(parameters, share), behind_backward_s)
+        reduce_s = exposed_reduction_s(self._scatter_s(parameters, share, messages), behind_backward_s)
         if traits.zero1_gather == "broadcast" and self.layout.zero_shard > 1:
             return reduce_s + gather_s + self.layout.zero_shard * self.constants["broadcast_s"]
         return reduce_s + exposed_reduction_s(gather_s, behind_forward_s)
@@ -300,13 +311,13 @@ class StepPrice:
     def _gather_bytes(self) -> float:
         return self.traits.fp8_gather_bytes if self.layout.fp8 else self.traits.gather_bytes
 
-    def _scatter_s(self, parameters: float, share: float = 1.0) -> float:
-        inside_s = self.shard_group.seconds("reduce_scatter", parameters * self.traits.reduce_bytes)
-        return inside_s + share * self._between_replicas_s(parameters)
+    def _scatter_s(self, parameters: float, share: float = 1.0, messages: int = 1) -> float:
+        inside_s = self.shard_group.in_messages("reduce_scatter", parameters * self.traits.reduce_bytes, messages)
+        return inside_s + share * self._between_replicas_s(parameters, messages)
 
-    def _between_replicas_s(self, parameters: float) -> float:
+    def _between_replicas_s(self, parameters: float, messages: int = 1) -> float:
         shards = max(1, self.layout.zero_shard)
-        return self.replica_group.seconds("all_reduce", parameters * self.traits.reduce_bytes / shards)
+        return self.replica_group.in_messages("all_reduce", parameters * self.traits.reduce_bytes / shards, messages)
 
     # --- the step -----------------------------------------------------------------------------------------------------
 

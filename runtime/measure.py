@@ -3,8 +3,9 @@
 Ranks share cores, memory and links, with each other and perhaps with other jobs, so each figure is taken while all of
 them do the same, over windows that are long against a scheduler's slices (a single short call mostly falls between two
 interruptions and looks faster than it is in a step), and in rounds over all figures, so that a change of load meets all
-of them alike. It is the median over the rounds of the slowest rank's. The same code runs on CPUs over gloo and on GPUs
-over NCCL.
+of them alike. It is the median over the rounds of the slowest rank's. What computes runs forward and backward, as in a
+step: gradients read their operands across the grain, results lie in fresh memory. The same code runs on CPUs over gloo
+and on GPUs over NCCL.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ __all__ = ["Sample", "measure", "measurement_count"]
 _ROUNDS = 3
 _WINDOW_S = 0.06
 _TINY_OPS = 50
+_CHAIN_PASSES = 13
+"""Tensors that silu(x) * y reads and writes op by op: 2 and 3 forward, 3 and 5 backward, as the search counts them."""
 
 
 @dataclass(frozen=True)
@@ -101,24 +104,26 @@ def _sizes(device: torch.device) -> _Sizes:
     """Small enough for a core to finish in seconds, large enough for a GPU to reach its rate."""
     if device.type == "cuda":
         products = ((2048, 4096, 4096), (8192, 4096, 4096), (8192, 8192, 8192))
-        return _Sizes(("fp32", "bf16"), products, (4, 16, 4096, 128), 1 << 28, (1 << 16, 1 << 20, 1 << 24, 1 << 28))
+        return _Sizes(("fp32", "bf16"), products, (4, 16, 4096, 128), 1 << 26, (1 << 16, 1 << 20, 1 << 24, 1 << 28))
     products = ((64, 256, 256), (256, 512, 512), (1024, 1024, 1024))
-    return _Sizes(("fp64", "fp32"), products, (2, 4, 256, 32), 1 << 23, (1 << 10, 1 << 14, 1 << 18, 1 << 22))
+    return _Sizes(("fp64", "fp32"), products, (2, 4, 256, 32), 1 << 20, (1 << 10, 1 << 14, 1 << 18, 1 << 22))
 
 
 def _jobs(device: torch.device, group_sizes: Sequence[int]) -> Iterator[_Job]:
     sizes = _sizes(device)
     for dtype in sizes.dtypes:
         for m, k, n in sizes.products:
-            yield _Job("matmul", dtype, 2.0 * m * k * n, f"{m} x {k} x {n}", _product(m, k, n, _DTYPES[dtype], device))
+            yield _Job("matmul", dtype, 6.0 * m * k * n, f"{m} x {k} x {n}", _product(m, k, n, _DTYPES[dtype], device))
     dtype = sizes.dtypes[-1]
     b, h, s, d = sizes.attention
-    flops = 4.0 * b * h * s * s * d / 2  # causal: half of the score matrix
+    flops = (4.0 + 10.0) * b * h * s * s * d / 2  # two products forward, five backward; half of the score matrix
     shape = f"{b} x {h} heads, {s} tokens, width {d}"
     yield _Job("attention", dtype, flops, shape, _attention(sizes.attention, _DTYPES[dtype], device))
     elements = sizes.stream_elements
-    yield _Job("memory", "fp32", 12.0 * elements, f"{elements} elements added", _stream(elements, device))
-    yield _Job("launch", "fp32", 2.0 * _TINY_OPS, "8 elements scaled, forward and backward", _tiny_ops(device))
+    text = f"silu(x) * y of {elements} elements, forward and backward"
+    yield _Job("memory", "fp32", 4.0 * _CHAIN_PASSES * elements, text, _elementwise(elements, device))
+    text = "8 elements negated and twice viewed, forward and backward"
+    yield _Job("launch", "fp32", 2.0 * _TINY_OPS, text, _tiny_ops(device))
     for size in group_sizes:
         if size > 1:
             group = _group_of(size)
@@ -128,37 +133,54 @@ def _jobs(device: torch.device, group_sizes: Sequence[int]) -> Iterator[_Job]:
 
 def _product(m: int, k: int, n: int, dtype: torch.dtype, device: torch.device) -> Callable[[], Callable[[], Any]]:
     def prepare() -> Callable[[], Any]:
-        x, w = torch.randn(m, k, dtype=dtype, device=device), torch.randn(n, k, dtype=dtype, device=device)
-        return lambda: F.linear(x, w)
+        x, w = (_operand((rows, k), dtype, device) for rows in (m, n))
+        gradient = torch.randn(m, n, dtype=dtype, device=device)
+        return lambda: torch.autograd.grad(F.linear(x, w), (x, w), gradient)
 
     return prepare
 
 
 def _attention(sizes: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> Callable[[], Any]:
     def prepare() -> Callable[[], Any]:
-        q, k, v = (torch.randn(sizes, dtype=dtype, device=device) for _ in range(3))
-        return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        q, k, v = (_operand(sizes, dtype, device) for _ in range(3))
+        gradient = torch.randn(sizes, dtype=dtype, device=device)
+
+        def run() -> object:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return torch.autograd.grad(out, (q, k, v), gradient)
+
+        return run
 
     return prepare
 
 
-def _stream(elements: int, device: torch.device) -> Callable[[], Any]:
+def _operand(sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.randn(sizes, dtype=dtype, device=device, requires_grad=True)
+
+
+def _elementwise(elements: int, device: torch.device) -> Callable[[], Any]:
+    """What stands between products: results in fresh memory, a function that takes longer than its bytes."""
+
     def prepare() -> Callable[[], Any]:
-        x, y, out = (torch.ones(elements, device=device) for _ in range(3))
-        return lambda: torch.add(x, y, out=out)
+        x, y = (_operand((elements,), torch.float32, device) for _ in range(2))
+        gradient = torch.ones(elements, device=device)
+        return lambda: torch.autograd.grad(F.silu(x) * y, (x, y), gradient)
 
     return prepare
 
 
 def _tiny_ops(device: torch.device) -> Callable[[], Any]:
+    """Views launch nothing but take a host's time too; a captured layer has two of them for each kernel."""
+
     def prepare() -> Callable[[], Any]:
-        x = torch.ones(8, device=device, requires_grad=True)
+        x = torch.ones(2, 4, device=device, requires_grad=True)
+        gradient = torch.ones(4, 2, device=device)
 
         def chain() -> None:
             y = x
             for _ in range(_TINY_OPS):
-                y = y * 1.5
-            y.backward(x)
+                y = y.neg().view(8).view(4, 2)
+            torch.autograd.grad(y, x, gradient)
 
         return chain
 

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from autopar import cli
-from autopar.calibrate import COLLECTIVES, Calibration, _level_sizes, fit
-from autopar.cost_model.comm_cost import GroupCost
+from autopar.calibrate import Calibration, _level_sizes, fit, group_sizes
+from autopar.cost_model.comm_cost import GroupCost, group_cost
+from autopar.links import COLLECTIVES
+from autopar.mesh import Degrees
 from autopar.runtime.measure import Sample, measure, measurement_count
 from autopar.specs import ClusterSpec
 
@@ -51,23 +53,51 @@ def test_rates_and_efficiencies() -> None:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_latency_and_bandwidth_of_exact_samples(ranks: int) -> None:
     (level,) = fit(samples((ranks, 2e9, 5e-5)), CPU, ranks, (ranks,)).levels
-    assert level.bandwidth == pytest.approx(2e9, rel=0.05)
-    assert level.latency_s == pytest.approx(5e-5, rel=0.05)
-    assert level.error < 0.05
+    assert level.rate.bandwidth == pytest.approx(2e9, rel=0.05)
+    assert level.rate.latency_s == pytest.approx(5e-5, rel=0.05)
+    assert level.rate.error < 0.05
 
 
 def test_levels_are_fitted_apart() -> None:
     node, network = fit(samples((4, 1e11, 2e-6), (8, 1e9, 2e-5)), CPU, 8, (4, 8)).levels
     assert (node.span, network.span) == (4, 8)
-    assert node.bandwidth == pytest.approx(1e11, rel=0.1)
-    assert network.bandwidth == pytest.approx(1e9, rel=0.1)
+    assert node.rate.bandwidth == pytest.approx(1e11, rel=0.1)
+    assert network.rate.bandwidth == pytest.approx(1e9, rel=0.1)
+
+
+def test_each_collective_has_its_own_figures_over_groups_of_several_sizes(tmp_path: Path) -> None:
+    """An emulated all-reduce takes ten times the latency of the others; a group of 2 uses the links of all 4."""
+    rates = {kind: (1e9, 1e-3 if kind == "all_reduce" else 1e-4) for kind in COLLECTIVES} | {"send": (5e9, 2e-5)}
+    made = [
+        Sample(kind, "fp32", n, GroupCost(ranks, *rates[kind]).seconds(kind, n), ranks)
+        for kind in COLLECTIVES for ranks in group_sizes((4,)) for n in (1e3, 1e5, 1e7)
+    ]  # fmt: skip
+    cluster = written(fit([*samples(), *made], CPU, 4, (4,)), tmp_path / "cluster.toml")
+    for size in (2, 4):
+        cost = group_cost(cluster, Degrees(tp=size, dp=4 // size), "tp")
+        for kind, figures in rates.items():
+            wanted = GroupCost(size, *figures)
+            for nbytes in (0.0, 1e6):
+                assert cost.seconds(kind, nbytes) == pytest.approx(wanted.seconds(kind, nbytes), rel=0.1)
+
+
+def test_noise_on_both_sides_leaves_the_fit_in_the_middle() -> None:
+    """Errors relative to the measured seconds alone would be least for a latency near the fastest samples."""
+    exact = GroupCost(2, 1e9, 1e-4)
+    noisy = [
+        Sample("send", "fp32", n, exact.seconds("send", n) * factor, 2)
+        for n in (1e3, 1e5, 1e6) for factor in (0.25, 0.5, 1.0, 2.0, 4.0)
+    ]  # fmt: skip
+    (level,) = fit([*samples(), *noisy], CPU, 2, (2,)).levels
+    assert level.kinds["send"].latency_s == pytest.approx(1e-4, rel=0.3)
+    assert level.kinds["send"].bandwidth == pytest.approx(1e9, rel=0.3)
 
 
 def test_samples_without_a_slope_give_a_finite_bandwidth() -> None:
     flat = [Sample(kind, "fp32", n, 1e-4, 2) for kind in COLLECTIVES for n in (1e3, 1e4)]
     (level,) = fit([*samples(), *flat], CPU, 2, (2,)).levels
-    assert 0 < level.bandwidth < 1e15
-    assert 1e-5 < level.latency_s < 1e-3
+    assert 0 < level.rate.bandwidth < 1e15
+    assert 1e-5 < level.rate.latency_s < 1e-3
 
 
 def test_levels_follow_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,8 +124,8 @@ def test_the_file_loads_with_the_measured_figures(tmp_path: Path) -> None:
     assert cluster.device.memory_bandwidth * cluster.device.memory_efficiency == pytest.approx(6e9)
     assert cluster.device.launch_s == pytest.approx(2e-6)
     (link,) = cluster.links
-    assert link.bandwidth * link.efficiency == pytest.approx(found.levels[0].bandwidth, rel=1e-3)
-    assert link.latency == pytest.approx(found.levels[0].latency_s, rel=1e-2)
+    assert link.bandwidth * link.efficiency == pytest.approx(found.levels[0].rate.bandwidth, rel=1e-3)
+    assert link.latency == pytest.approx(found.levels[0].rate.latency_s, rel=1e-2)
 
 
 def test_a_gpu_file_names_no_preset_it_is_not(tmp_path: Path) -> None:
