@@ -12,7 +12,7 @@ from autopar.checks import require_count, shown
 from autopar.errors import SpecError, nearest
 from autopar.mesh import divisors
 from autopar.placement import parse_placement
-from autopar.plan import CHECKPOINT_MODES, CONTEXT_PARALLEL, SCHEDULES
+from autopar.plan import CHECKPOINT_MODES, CONTEXT_PARALLEL, LOOPED, SCHEDULES
 
 if TYPE_CHECKING:
     from autopar.specs import ClusterSpec, TrainSpec
@@ -58,6 +58,7 @@ class Pins:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or value not in allowed):
                 raise SpecError(f"{shown(value)} is not one of {', '.join(map(str, allowed))}", where=f"pin {name}")
+        _check_together(self)
         for pattern, text in self.modules.items():
             _check_placement(pattern, text)
         ordered = dict(sorted(self.modules.items(), key=lambda item: (_wildcards(item[0]), item[0])))
@@ -111,6 +112,22 @@ class Pins:
                 where="pin cp",
                 try_=f"cp one of {_nearest_divisors(train.seq_len // 2, self.cp) if even else 1}",
             )
+
+
+def _check_together(pins: Pins) -> None:
+    """Refuse a pin that another leaves without effect, which would be ignored without a word."""
+    if pins.pp == 1 and pins.schedule in LOOPED:
+        raise SpecError(
+            f"schedule {pins.schedule} needs a pipeline, and pp is pinned to 1",
+            where="pin schedule",
+            try_=f"pp of 2 or more, or schedule one of {', '.join(s for s in SCHEDULES if s not in LOOPED)}",
+        )
+    if pins.zero == 0 and pins.zero_group is not None:
+        raise SpecError("zero 0 shards nothing", where="pin zero_group", try_="zero 1, 2 or 3, or no zero_group")
+    if pins.checkpoint is not None and pins.checkpoint != "full" and (pins.checkpoint_segment or 1) > 1:
+        raise SpecError(
+            f"checkpoint {pins.checkpoint} has no segments", where="pin checkpoint_segment", try_="checkpoint full"
+        )
 
 
 def _check_devices(pins: Pins, num_devices: int) -> None:

@@ -29,6 +29,7 @@ from autopar.mesh import Degrees
 from autopar.plan_checks import (
     CHECKPOINT_MODES,
     CONTEXT_PARALLEL,
+    LOOPED,
     SCHEDULES,
     check_fields,
     check_types,
@@ -40,6 +41,7 @@ __all__ = [
     "CHECKPOINT_MODES",
     "CONTEXT_PARALLEL",
     "DEFAULT_OVERLAP",
+    "LOOPED",
     "SCHEDULES",
     "SCHEMA_VERSION",
     "Plan",

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CHECKPOINT_MODES",
     "CONTEXT_PARALLEL",
+    "LOOPED",
     "OVERLAPS",
     "SCHEDULES",
     "check_fields",
@@ -31,6 +32,8 @@ __all__ = [
 ]
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
+LOOPED = ("interleaved", "zero-bubble")
+"""Schedules that mean nothing without a pipeline; with one stage the others accumulate gradients."""
 CHECKPOINT_MODES = ("none", "selective", "selective-ops", "full")
 CONTEXT_PARALLEL = ("ring", "all-gather", "all-to-all")
 OVERLAPS = ("dp_reduce", "tp_linear", "tp_ring", "cp_ring", "zero3_gather", "pp_send")
@@ -110,6 +113,12 @@ def check_fields(plan: Plan) -> None:
             f"global_batch {plan.global_batch} is not a multiple of dp {dp} x micro_batch {plan.micro_batch}",
             where="micro_batch",
             try_=f"micro_batch one of {legal}" if legal else f"a global_batch that is a multiple of dp {dp}",
+        )
+    if plan.degrees.pp == 1 and plan.schedule in LOOPED:
+        raise SpecError(
+            f"{plan.schedule} needs a pipeline, and pp is 1",
+            where="schedule",
+            try_=f"pp of 2 or more, or one of {', '.join(s for s in SCHEDULES if s not in LOOPED)}",
         )
     _check_zero_group(plan)
     count = plan.degrees.pp * plan.virtual_stages

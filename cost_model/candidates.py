@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from autopar.errors import InfeasiblePlanError
 from autopar.mesh import Degrees, divisors
+from autopar.plan import LOOPED
 from autopar.specs import Pins
 
 __all__ = [
@@ -229,8 +230,8 @@ def _schedules(partition: Partition, limits: ModelLimits, pins: Pins) -> Iterato
         return pins.schedule in (None, schedule) and wanted in (None, chunks)
 
     if pp == 1:
-        if wanted in (None, 1):
-            yield (pins.schedule if pins.schedule in ("gpipe", "1f1b") else "1f1b"), 1
+        if wanted in (None, 1) and pins.schedule not in LOOPED:
+            yield pins.schedule or "1f1b", 1
         return
     if m >= pp and asked("1f1b"):
         yield "1f1b", 1

@@ -79,7 +79,7 @@ class CalledModel:
             raise AutoparError(
                 "a pipelined model runs by micro-batches only",
                 where="forward",
-                try_="pm.step(batch), or a plan with pp=1",
+                try_="pm.step(batch), under torch.no_grad() for the loss alone, or a plan with pp=1",
             )
         if training not in self._modes:
             self._modes[training] = self._new_mode(self._build(training), training)

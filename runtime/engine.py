@@ -126,11 +126,11 @@ class ParallelModule(nn.Module):
         weakref.finalize(self, self._guard.remove)
         held = self._state.parameters
         replaced = [n for n, p in held.items() if self._state.divides(n) or self._state.copies.of.get(n, p) is not p]
-        self._watch = ParameterWatch({} if self.world.alone else held, replaced)
+        self._watch = ParameterWatch(held if replaced or not self.world.alone else {}, replaced)
 
     def step(self, batch: Any, *, local: bool = False) -> Tensor:
         """Forward and backward of one global batch; afterwards gradients are complete. Returns the loss, 0-d and the
-        same on every rank.
+        same on every rank. Under `torch.no_grad()` forward alone: the way to evaluate a pipelined model.
 
         batch: what the model takes (mapping of arguments, sequence of positional ones, or the one argument): the global
         batch, the same on every rank; with `local=True` only the rows of this rank's dp position. Rows must be a
@@ -148,6 +148,8 @@ class ParallelModule(nn.Module):
                 try_="pm(**batch) to evaluate under a plan without pipeline, or pm.train() before",
             )
         self._watch.check()
+        if not torch.is_grad_enabled():
+            return self._train.evaluate(batch, local)
         loss = self._observed.step(lambda: self._train(batch, local))
         self.notices += self._judge.new_notices()
         return loss

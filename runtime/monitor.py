@@ -10,6 +10,7 @@ Ranks exchange one small tensor every `every` steps, when rank 0 writes a record
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -21,10 +22,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from autopar.checks import require_count
 from autopar.errors import SpecError
 from autopar.plan import Plan
 from autopar.runtime.clock import WaitClock, attach, detach
 from autopar.runtime.memory_advice import memory_advice
+from autopar.runtime.output_paths import agree_on_writable
 from autopar.runtime.world import World
 
 __all__ = ["PARTS", "Monitor", "Record", "slow_ranks"]
@@ -59,7 +62,9 @@ class Record:
     advice: Sequence[str] = field(default_factory=tuple)
 
     def to_data(self) -> dict[str, Any]:
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
+        """As JSON can hold it: a loss that is no finite number is None."""
+        plain = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
+        return {**plain, "loss": self.loss if math.isfinite(self.loss) else None}
 
 
 class Monitor:
@@ -78,11 +83,16 @@ class Monitor:
         every: int = 10,
         memory_limit: int | None = None,
     ) -> None:
-        if every < 1:
-            raise SpecError(f"must be a positive integer, not {every}", where="monitor: every")
+        require_count(every, "monitor: every")
         self._plan, self._world, self._every = plan, world, every
         self._path = None if path is None else Path(path)
-        self._writer = _board(tensorboard) if world.rank == 0 else None
+        writes = world.rank == 0
+        agree_on_writable(world, self._path if writes else None, "monitor: path")
+        board = None if tensorboard is None else Path(tensorboard)
+        if board is not None:
+            _require_tensorboard()
+            agree_on_writable(world, board / "events" if writes else None, "monitor: tensorboard")
+        self._writer = _board(board) if writes else None
         self._limit = memory_limit
         self.clock = WaitClock(world.device, world.axes_by_group())
         self.records: list[Record] = []
@@ -162,7 +172,7 @@ class Monitor:
             tokens_per_s=self._tokens / self._steps / step_time_s,
             mfu=_mfu(self._plan, self._tokens / self._steps, step_time_s),
             ranks=ranks,
-            imbalance=max(compute) / (sum(compute) / len(compute)),
+            imbalance=max(compute) / statistics.mean(compute) if any(compute) else 1.0,
             stragglers=slow_ranks(compute, self._plan),
             memory=memory if any(memory) else [],
             predicted=_predicted_bytes(self._plan),
@@ -204,7 +214,7 @@ class Monitor:
     def _write(self, record: Record) -> None:
         if self._path is not None:
             with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(record.to_data()) + "\n")
+                file.write(json.dumps(record.to_data(), allow_nan=False) + "\n")
         if self._writer is not None:
             for name in ("loss", "step_time_s", "tokens_per_s", "mfu", "imbalance"):
                 if getattr(record, name) is not None:
@@ -240,11 +250,14 @@ def _predicted_bytes(plan: Plan) -> list[int]:
     return [by_rank[degrees.coordinates(rank)["pp"]] for rank in range(degrees.world_size)]
 
 
-def _board(folder: str | Path | None) -> Any:
-    if folder is None:
-        return None
+def _require_tensorboard() -> None:
     if find_spec("tensorboard") is None:
         raise SpecError("tensorboard is not installed", where="monitor: tensorboard", try_="pip install tensorboard")
+
+
+def _board(folder: Path | None) -> Any:
+    if folder is None:
+        return None
     from torch.utils.tensorboard import SummaryWriter
 
     return SummaryWriter(str(folder))

@@ -179,7 +179,8 @@ class PipelineRunner:
         self._schedules: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
 
     def run(self, batch: Mapping[str, Tensor], micro_batches: int) -> list[Tensor]:
-        """Forward and backward of all micro-batches; their losses where the last stage is, else nothing.
+        """Forward and, where gradients are enabled, backward of all micro-batches; their losses where the last stage
+        is, else nothing.
 
         Raises SpecError for a number of micro-batches the schedule cannot run.
         """
@@ -195,14 +196,16 @@ class PipelineRunner:
         arguments: dict[str, Any] = {"target": torch.zeros(micro_batches), "losses": losses} if last else {}
         schedule, clock = self._schedule_for(batch, micro_batches), attached()
         start = None if clock is None else clock.mark()
-        schedule.step(**arguments, **cut, return_outputs=False)
+        # torch forwards alone in the order of the schedule, and leaves its backwards out.
+        run = schedule.step if torch.is_grad_enabled() else schedule.eval
+        run(**arguments, **cut, return_outputs=False)
         if clock is not None and start is not None:
             clock.add_since("bubble", start)  # less what _MeasuredStage takes off
         return [loss.detach() for loss in losses]
 
     def _schedule_for(self, batch: Mapping[str, Tensor], micro_batches: int) -> Any:
         # All inputs of the batch count, also those of other stages: every stage must start anew at the same step.
-        key = (micro_batches, *sorted((name, t.shape, t.dtype) for name, t in batch.items()))
+        key = (torch.is_grad_enabled(), micro_batches, *sorted((name, t.shape, t.dtype) for name, t in batch.items()))
         if key not in self._schedules:
             check_micro_batches(self._schedule, self._group.size(), micro_batches)
             self._schedules[key] = self._new_schedule(micro_batches)

@@ -68,10 +68,13 @@ class ComputeCopies:
             self.on_gradient(master)
 
     def follow(self) -> None:
-        """Take over the masters' values. Always: fused optimizers, and writes through `.data`, leave no trace."""
+        """Take over the masters' values, and whether they learn. Always: fused optimizers, and writes through `.data`,
+        leave no trace."""
         if self._masters:
             with torch.no_grad():
                 torch._foreach_copy_(self._copies, self._masters)
+            for copy, master in zip(self._copies, self._masters, strict=True):
+                copy.requires_grad_(master.requires_grad)
 
 
 class LossScale:

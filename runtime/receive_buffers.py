@@ -43,6 +43,13 @@ class LeanStage(PipelineStage):
             )
         return super().get_bwd_send_ops(bwd_chunk_id)
 
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Without a backward this is the last that reads what was received."""
+        result = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        if not self.has_backward:
+            self._move(self.args_recv_info[fwd_chunk_id], _META)
+        return result
+
     def backward_one_chunk(self, bwd_chunk_id: int, loss: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         """A backward that is put off in part holds what it still needs by itself."""
         result = super().backward_one_chunk(bwd_chunk_id, loss, *args, **kwargs)

@@ -12,6 +12,7 @@ import torch
 from autopar.errors import AutoparError
 from autopar.plan import Plan
 from autopar.runtime.clock import WaitClock, attach, detach
+from autopar.runtime.output_paths import agree_on_writable
 from autopar.runtime.world import World
 
 __all__ = ["StepTrace", "TraceSummary", "exposed_and_hidden", "union"]
@@ -51,12 +52,14 @@ class TraceSummary:
 class StepTrace:
     """Context in which the steps of one module are traced; `ParallelModule.trace` makes it.
 
-    path: a Chrome trace for every rank, `<stem>.rank<r>.json`. After the context `summary` says what was hidden.
+    path: a Chrome trace for every rank, `<path without .json>.rank<r>.json`. After the context `summary` says what was
+    hidden.
     """
 
     def __init__(self, plan: Plan, world: World, path: str | Path | None) -> None:
         self._plan, self._world = plan, world
-        self.path = None if path is None else Path(path).with_suffix(f".rank{world.rank}.json")
+        self.path = None if path is None else _of_rank(Path(path), world.rank)
+        agree_on_writable(world, self.path, "trace: path")
         self._clock = WaitClock(world.device, world.axes_by_group(), annotate=True)
         activities = [torch.profiler.ProfilerActivity.CPU]
         if self._clock.cuda:
@@ -108,6 +111,10 @@ class StepTrace:
             exposed_by_axis=seconds,
             predicted=_predicted(self._plan),
         )
+
+
+def _of_rank(path: Path, rank: int) -> Path:
+    return path.with_name(f"{path.name.removesuffix('.json')}.rank{rank}.json")
 
 
 def exposed_and_hidden(communication: Sequence[Interval], compute: Sequence[Interval]) -> tuple[float, float]:

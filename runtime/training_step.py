@@ -68,11 +68,30 @@ class TrainingStep:
         loss = self._agreed_loss(losses)
         return loss if scale is None else loss / scale, self._tokens(inputs)
 
+    def evaluate(self, batch: Any, local: bool) -> Tensor:
+        """The loss alone, by forward alone, as `torch.no_grad()` asks for; gradients stay as they are."""
+        inputs, micro_batches = self._intake.step_rows(batch, local)
+        self._counter.check(micro_batches)
+        self._divisors = self._counter.divisors(inputs)
+        self._state.copies.follow()
+        if self._pipeline is not None:
+            losses = self._pipeline.run(inputs, micro_batches)
+        else:
+            losses = [self._loss_of(part) for part in cut_rows(self._traced.inputs, inputs, micro_batches)]
+        for stage in self._graphs:
+            if isinstance(stage, ShardedStage):
+                stage.rest()
+        loss = self._agreed_loss(losses)
+        return loss if self._judge.scale is None else loss / self._judge.scale
+
+    def _loss_of(self, part: Mapping[str, Tensor]) -> Tensor:
+        outputs = self._graphs[0](**{name: part[name] for name in self._state.own_stages[0].inputs})
+        return self._scaled_loss(outputs[0])
+
     def _accumulate(self, inputs: Mapping[str, Tensor], micro_batches: int) -> list[Tensor]:
         losses = []
         for part in cut_rows(self._traced.inputs, inputs, micro_batches):
-            outputs = self._graphs[0](**{name: part[name] for name in self._state.own_stages[0].inputs})
-            loss = self._scaled_loss(outputs[0])
+            loss = self._loss_of(part)
             loss.backward()
             losses.append(loss.detach())
         return losses

@@ -72,6 +72,12 @@ class ShardedStage(nn.Module):
         starts = _Once(self._on_backward)
         return tuple(mark_backward(t, starts) if isinstance(t, Tensor) and t.requires_grad else t for t in outputs)
 
+    def rest(self) -> None:
+        """Give up what forward gathered, where no backward will: an optimizer may write before the next step."""
+        for module in self.root.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
     def measure(self) -> None:
         """Let the clock see what FSDP waits for."""
         for module in self.root.modules():

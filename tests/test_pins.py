@@ -56,6 +56,20 @@ def test_wrong_pins(text: str, says: str) -> None:
         Pins.parse([text])
 
 
+@pytest.mark.parametrize(
+    ("texts", "says"),
+    [
+        ("schedule=interleaved pp=1", "schedule interleaved needs a pipeline.*Try: pp of 2 or more, or .*gpipe, 1f1b"),
+        ("schedule=zero-bubble pp=1", "schedule zero-bubble needs a pipeline"),
+        ("zero=0 zero_group=2", "zero 0 shards nothing"),
+        ("checkpoint=selective checkpoint_segment=2", "checkpoint selective has no segments"),
+    ],
+)
+def test_a_pin_that_another_leaves_without_effect_is_refused(texts: str, says: str) -> None:
+    with pytest.raises(SpecError, match=says):
+        Pins.parse(texts.split())
+
+
 @pytest.mark.parametrize("key", ["tp=2", "lm_head=replicate"])
 def test_a_pin_given_twice_is_refused(key: str) -> None:
     with pytest.raises(SpecError, match="given twice"):

@@ -80,6 +80,16 @@ def test_what_is_inside_is_checked_too(place: tuple[str, str], value: Any) -> No
         Plan.loads(json.dumps(spoiled))
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero-bubble"])
+def test_a_schedule_that_means_nothing_without_a_pipeline_is_refused(schedule: str) -> None:
+    flat = {**GOOD, "degrees": {"tp": 2}, "stages": [["model.layers.0-3"]], "prediction": {}, "schedule": schedule}
+    if schedule in ("gpipe", "1f1b"):  # plain accumulation
+        assert Plan.loads(json.dumps(flat)).schedule == schedule
+        return
+    with pytest.raises(SpecError, match=f"schedule: {schedule} needs a pipeline, and pp is 1.*one of gpipe, 1f1b"):
+        Plan.loads(json.dumps(flat))
+
+
 @pytest.mark.parametrize("entry", ["model.layers.0-99999999", "model.layers.3-0", "model.layers.0-" + "9" * 5000, ""])
 def test_a_range_that_is_no_run_of_layers_is_refused(entry: str) -> None:
     with pytest.raises(SpecError, match="stages"):

@@ -110,9 +110,9 @@ def every_case(ranks: int, pins: Pins, rows: int, seq_len: int) -> Iterator[tupl
             continue
         values = [options[name] if value is None else (value,) for name, value in pinned.items()]
         for mix in itertools.product(*values):
-            chosen = replace(pins, **dict(zip(options, mix, strict=True)))
-            if chosen.zero or chosen.zero_group is None:
-                yield degrees, chosen
+            chosen = dict(zip(options, mix, strict=True))
+            if chosen["zero"] or chosen["zero_group"] is None:
+                yield degrees, replace(pins, **chosen)
 
 
 def show_progress(case: Case, done: int, total: int) -> None:

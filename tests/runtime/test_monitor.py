@@ -138,6 +138,40 @@ def _traced(folder: str) -> str:
     return found.text()
 
 
+def _odd_paths(folder: str) -> list[Any]:
+    """Rank 0 alone writes records; what it cannot, every rank says before the first step."""
+    model, batch = models.tiny_gpt(torch.float32), models.default_batch()
+    pm = build(model, prepare(trace(model, batch)), plans.megatron("tiny_gpt", Degrees(dp=2), precision="fp32"))
+    there = Path(folder)
+    with pytest.raises(SpecError, match="monitor: path: rank 0: .* is a folder"):
+        pm.monitor(there)
+    (there / "file").write_text("")
+    with pytest.raises(SpecError, match="monitor: path: rank 0: cannot write .*file/metrics.jsonl"):
+        pm.monitor(there / "file" / "metrics.jsonl")
+    with pytest.raises(SpecError, match="trace: path: rank 0: cannot write"):
+        pm.trace(there / "file" / "trace.json")
+    with torch.no_grad():
+        for p in pm.parameters():
+            p.fill_(float("nan"))
+    path = there / "made" / "metrics.jsonl"
+    with pm.monitor(path, every=1), pm.trace(there / "made" / "run.v1.2") as traced:
+        pm.step(batch)
+    assert traced.path == there / "made" / f"run.v1.2.rank{dist.get_rank()}.json"
+    assert traced.path.stat().st_size > 0
+    return [] if dist.get_rank() else path.read_text(encoding="utf-8").splitlines()
+
+
+@pytest.mark.distributed
+def test_what_cannot_be_written_is_said_before_the_first_step_and_records_are_json(tmp_path: Path) -> None:
+    line, *others = run_ranks(2, _odd_paths, str(tmp_path), timeout_s=100)[0]
+
+    def no_json(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    assert not others
+    assert json.loads(line, parse_constant=no_json)["loss"] is None, "it was not a number"
+
+
 @pytest.mark.distributed
 def test_a_trace_holds_the_steps_and_tells_what_was_hidden(tmp_path: Path) -> None:
     for rank, text in enumerate(run_ranks(2, _traced, str(tmp_path), timeout_s=120)):

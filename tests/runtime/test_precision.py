@@ -119,6 +119,21 @@ def test_copies_follow_whatever_writes_the_masters(precision: str) -> None:
         assert other == pytest.approx(losses[0], rel=1e-3)
 
 
+@pytest.mark.parametrize("precision", ["bf16-mixed", "fp16"])
+def test_what_is_frozen_while_training_stays_as_it_is(precision: str) -> None:
+    pm = _mixed(_plan(Degrees(), precision))
+    optimizer = pm.optimizer(torch.optim.SGD, lr=0.5)
+    name, frozen = next((n, p) for n, p in pm.named_parameters() if n.endswith("mlp.0.weight"))
+    for trains in (False, True):
+        frozen.requires_grad_(trains)
+        before = {n: p.detach().clone() for n, p in pm.named_parameters()}
+        optimizer.zero_grad()
+        pm.step(models.default_batch())
+        optimizer.step()
+        still = {n for n, p in pm.named_parameters() if torch.equal(p, before[n])}
+        assert still == (set() if trains else {name})
+
+
 @pytest.mark.distributed
 def test_every_axis_in_mixed_precision() -> None:
     run_ranks(2, _alike, timeout_s=200)
