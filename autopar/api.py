@@ -67,10 +67,11 @@ def find_plan(
     notices, those of the capture included."""
     if pins is not None:
         pins.check(cluster, train or TrainSpec())
-    start_s = time.perf_counter()
+    search = search or SearchSpec()
+    start_s, deadline_s = time.perf_counter(), search.deadline_s  # the time limit is one for capture and search
     traced = capture(model, cluster, train, example=example, loss_fn=loss_fn)
     statistics = {"capture_s": time.perf_counter() - start_s}
-    result = search_captured(traced, cluster, train, pins, search)
+    result = search_captured(traced, cluster, train, pins, search.share_of(deadline_s, 1))
     notices = (*traced.notices, *result.notices)
     return replace(result, statistics={**result.statistics, **statistics}, notices=notices)
 

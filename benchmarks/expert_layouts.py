@@ -3,9 +3,9 @@
     python benchmarks/expert_layouts.py --data runs.jsonl
     python benchmarks/expert_layouts.py --data runs.jsonl --source megatron --limit 5 --json
 
-Rows of published measurements (docs/cost_model.md) whose source begins with one of --source (default megatron, nemo,
-torchtitan, bloom) and whose tier is A. A row's layout is a search in which every knob is pinned; the plan is the search
-with every knob free. So a plan slower than the layout would be a fault of the search, and ends in exit status 1. For
+Rows of published measurements (docs/cost_model.md) whose source begins with one of --source (default megatron, dgxc and
+nemo, both NeMo's, torchtitan, bloom) and whose tier is one of --tier (default A; B: some of the row is inferred). A
+row's layout is a search in which every knob is pinned; the plan is the search with every knob free. So a plan slower than the layout would be a fault of the search, and ends in exit status 1. For
 each knob that differs, the layout is searched again with that knob alone set free: `knob` names the one that gains most
 by itself. Rows whose layout our memory model or runtime refuses are listed apart with the reason.
 
@@ -36,7 +36,7 @@ from autopar.plan import Plan
 from autopar.specs import ClusterSpec, Pins, TrainSpec
 from autopar.trace import trace
 
-SOURCES = ("megatron", "nemo", "torchtitan", "bloom")
+SOURCES = ("megatron", "dgxc", "nemo", "torchtitan", "bloom")
 KNOBS = {
     "degrees": ("dp", "cp", "tp", "pp"),
     "sequence sharding": ("sp",),
@@ -132,6 +132,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="published layouts against the chosen plan, by one model")
     parser.add_argument("--data", type=Path, required=True, help="published runs, one JSON object a line")
     parser.add_argument("--source", action="append", help="beginning of a source's name; may be repeated")
+    parser.add_argument("--tier", action="append", choices=("A", "B"), help="tiers of rows; may be repeated")
     parser.add_argument("--limit", type=int, help="rows a source, at most")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
@@ -141,7 +142,7 @@ def main() -> int:
     plans: dict[tuple[str, ...], Plan] = {}
     for row in read_rows(options.data):
         source = str(row.get("source_id"))
-        if row.get("tier") != "A" or not source.startswith(tuple(options.source or SOURCES)):
+        if row.get("tier") not in (options.tier or ["A"]) or not source.startswith(tuple(options.source or SOURCES)):
             continue
         seen[source] = seen.get(source, 0) + 1
         if options.limit is not None and seen[source] > options.limit:

@@ -123,10 +123,11 @@ class BranchAndBound:
             layout = _layout(node.item if node.kind != _SETTING else node.item.groups[0].partition)
             known = self.best_of_layout.get(layout)
             others = sorted(e.step_s for k, e in self.best_of_layout.items() if k != own)
-            if len(others) >= ALTERNATIVES and others[ALTERNATIVES - 1] <= node.bound_s:
+            cutoff_s = others[ALTERNATIVES - 1] if len(others) >= ALTERNATIVES else np.inf
+            if cutoff_s <= node.bound_s:
                 break
             if layout != own and (known is None or node.bound_s < known.step_s):
-                self._look(node, np.inf if known is None else known.step_s)
+                self._look(node, cutoff_s if known is None else min(cutoff_s, known.step_s))
         rest = sorted((e for k, e in self.best_of_layout.items() if k != own), key=rank)
         return [self._evaluator.detailed(e) for e in rest[:ALTERNATIVES]]
 
@@ -142,7 +143,8 @@ class BranchAndBound:
         evaluator = self._evaluator
         for kind, sharper_s in ((_PROPORTIONAL, evaluator.rough_bound_s), (_BLOCKS, evaluator.block_bound_s)):
             if node.kind < kind and (bound_s := sharper_s(partition)) > node.bound_s:
-                heapq.heappush(self._queue, _Node(bound_s, node.order, kind, partition))
+                if bound_s < np.inf:
+                    heapq.heappush(self._queue, _Node(bound_s, node.order, kind, partition))
                 return None
         self.counts.expanded += 1
         groups = self._groups_of(partition)

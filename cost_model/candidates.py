@@ -2,12 +2,13 @@
 chunks, ZeRO level and group, exchange over cp), with an analytic lower bound on the step.
 
 Bound: every op of the model at 1/(tp cp) of its single-rank time (launches are not divided), the pipeline's slowest
-stage at least the mean stage, no communication, no recompute, no tail:  (m - 1) T / pp + T / pp. It never exceeds the
-priced step: a stage takes m times its part whatever the schedule.
+stage at least the mean stage, its bubble and receives under the best number of chunks, no other communication, no
+recompute, no tail.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -24,8 +25,10 @@ __all__ = [
     "count_settings",
     "enumerate_partitions",
     "groups_of",
-    "lower_bound",
+    "least_busy_s",
+    "least_whole_s",
     "settings_of",
+    "zero_levels",
 ]
 
 SEGMENTS = (1, 2, 4, 8)
@@ -204,7 +207,7 @@ def groups_of(partition: Partition, limits: ModelLimits, pins: Pins) -> list[Set
     return [
         # under zero-bubble FSDP would reduce before the split backward has made weight gradients
         SettingGroup(partition, zero, group, exchange, whole if zero else runs)
-        for zero, group in _zero_levels(d, limits.spans, pins)
+        for zero, group in zero_levels(d, limits.spans, pins)
         for exchange in exchanges
         if (d.cp == 1 or pins.context_parallel in (None, exchange)) and (whole if zero else runs)
     ]
@@ -245,7 +248,7 @@ def _schedules(partition: Partition, limits: ModelLimits, pins: Pins) -> Iterato
     yield from (("interleaved", chunks) for chunks in range(2, most + 1) if asked("interleaved", chunks))
 
 
-def _zero_levels(degrees: Degrees, spans: tuple[int, ...], pins: Pins) -> Iterator[tuple[int, int]]:
+def zero_levels(degrees: Degrees, spans: tuple[int, ...], pins: Pins) -> Iterator[tuple[int, int]]:
     """(level, dp ranks that share a sharded copy; 0: all)."""
     if degrees.dp * degrees.cp == 1:
         yield (pins.zero or 0), 0
@@ -326,10 +329,32 @@ def _is_possible_without(
     )
 
 
-def lower_bound(partition: Partition, seconds: float, launches: float, passes: float | None = None) -> float:
-    """Seconds of a step (its straggler factor and overhead aside) that no setting of this partition can beat; `seconds`
-    and `launches` are of one micro-batch on one rank (see `ModelPrices.single_rank_seconds`); `passes`: how often the
-    mean stage counts at least."""
+def least_whole_s(partition: Partition, seconds: float, launches: float) -> float:
+    """Seconds that a micro-batch takes at least through the whole model; `seconds` and `launches` are of a single rank
+    (see `ModelPrices.single_rank_seconds`)."""
     d = partition.degrees
-    whole = (seconds - launches) / (d.tp * d.cp) + launches
-    return (passes or partition.micro_batches) * whole / d.pp
+    return (seconds - launches) / (d.tp * d.cp) + launches
+
+
+def least_busy_s(partition: Partition, whole_s: float, chunks: int, sends_s: tuple[float, float]) -> float:
+    """Seconds of a step (its straggler factor and overhead aside) that no setting of a partition can beat: passes of
+    the micro-batches through stages of equal time, the bubble, and receives.
+
+    whole_s: of a micro-batch through the whole model; chunks: most chunks a rank may hold, 0 if a schedule without a
+    bubble runs; sends_s: receives of a micro-batch by a stage that holds one chunk, and by each of several. The more
+    chunks, the shorter the bubble and the more receives: a sum convex in them, so two are enough to look at.
+    """
+    pp, m = partition.degrees.pp, partition.micro_batches
+    plain_s, each_s = sends_s
+    if pp == 1:
+        return m * whole_s
+    if chunks == 0 or math.isinf(whole_s):
+        return m * (whole_s / pp + min(sends_s))
+
+    def with_chunks(v: int, send_s: float) -> float:
+        return (m + (pp - 1) / v) * whole_s / pp + (m * v + pp - 1) * send_s
+
+    best = math.sqrt((pp - 1) / pp * whole_s / (m * each_s)) if each_s > 0 else chunks
+    low = min(chunks, int(best))
+    several = {max(2, low), min(chunks, max(2, low + 1))} if chunks > 1 else set()
+    return min([with_chunks(1, plain_s), *(with_chunks(v, each_s) for v in several)])

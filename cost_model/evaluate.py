@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autopar.cost_model.candidates import SEGMENTS, Partition, Setting, SettingGroup, lower_bound
+from autopar.cost_model.candidates import SEGMENTS, Partition, Setting, SettingGroup, least_busy_s, least_whole_s
 from autopar.cost_model.comm_cost import GroupCost, group_cost
 from autopar.cost_model.constant_table import load_constants
 from autopar.cost_model.memory import Recipe, frozen_bytes, state_bytes
@@ -18,6 +18,7 @@ from autopar.cost_model.pipeline_ilp import PipelineSolution, prove, solve_pipel
 from autopar.cost_model.setting_bounds import SettingBounds
 from autopar.cost_model.setting_collectives import collectives_of
 from autopar.cost_model.setting_price import EXCHANGES, TIME_PARTS, SettingPrice
+from autopar.cost_model.sharding_bounds import ShardingBounds
 from autopar.cost_model.stage_table import Floats, StageTable
 from autopar.cost_model.step_price import exchange_s, overhead_s, slowdown
 from autopar.mesh import Degrees
@@ -58,6 +59,11 @@ class Evaluator:
         self._constants = load_constants().of(cluster.device)
         self._trained_count = sum(p.numel for p in prices.traced.parameters.values() if p.requires_grad)
         self._frozen_count = prices.traced.parameter_count - self._trained_count
+        self._sharding = ShardingBounds(
+            cluster, recipe, pins, trained=self._trained_count, frozen=self._frozen_count,
+            layers=len(prices.traced.layers), bytes_per_s=prices.machine.bytes_per_s,
+            back=self._constants["zero3_slowdown"],
+        )  # fmt: skip
         self._whole_s: dict[tuple[int, bool], _KnownPrices] = defaultdict(_KnownPrices)
         self._singles: dict[int, tuple[float, float]] = {}
         self.splits_backward = splits_backward
@@ -142,6 +148,10 @@ class Evaluator:
         """Of any setting with the partition of this one's."""
         return max(self.segments) if "full" in self.modes and price.equal_layers else 1
 
+    def least_bytes_of(self, partition: Partition) -> float:
+        """`least_bytes` of any of its settings, without prices of blocks."""
+        return self._sharding.least_bytes(partition, self._least_kept_bytes(partition)) * (1 - 1e-9)
+
     def least_bytes(self, setting: Setting) -> float:
         """No cut needs less on its fullest rank."""
         trained, frozen, kept = self._held(setting.partition)
@@ -162,9 +172,8 @@ class Evaluator:
         return sum(state_bytes(self.recipe, setting.zero, setting.zero_shard, fully_sharded=True).values())
 
     def analytic_bound_s(self, partition: Partition) -> float:
-        """Lower bound of the step in seconds from single-rank prices alone."""
-        whole_s, launches_s = self._single_rank(partition.micro_batch)
-        return self._with_overhead(lower_bound(partition, whole_s, launches_s, self._least_passes(partition)))
+        """Lower bound of the step in seconds from single-rank prices alone; infinite if no level of ZeRO fits."""
+        return self._least_step_s(partition, least_whole_s(partition, *self._single_rank(partition.micro_batch)))
 
     def _single_rank(self, micro_batch: int) -> tuple[float, float]:
         if micro_batch not in self._singles:
@@ -189,7 +198,7 @@ class Evaluator:
                 known = self._whole_s[tp, sharding]
                 whole_s = max(whole_s, known.least(partition.micro_batch, d.cp) * tp / d.tp)
         whole_s += self._least_exchange_s(partition)
-        return self._with_overhead(self._least_passes(partition) * whole_s / d.pp)
+        return self._least_step_s(partition, whole_s)
 
     def block_bound_s(self, partition: Partition) -> float:
         """Lower bound with exact prices of the blocks, in seconds.
@@ -200,7 +209,7 @@ class Evaluator:
         whole_s = self._busy_s(blocks, partition.sequence_sharding)
         known.add(partition.micro_batch, d.cp, whole_s, self.prices.batch_free_s(d.cp))
         whole_s += self._least_exchange_s(partition)
-        return self._with_overhead(self._least_passes(partition) * whole_s / d.pp)
+        return self._least_step_s(partition, whole_s)
 
     def _least_exchange_s(self, partition: Partition) -> float:
         """Lower bound of a micro-batch's exchanges over cp: keys cut over all of tp, rings hidden as far as can be."""
@@ -243,24 +252,29 @@ class Evaluator:
             total += p.forward_s + p.backward_s + p.forward_communication_s + p.backward_communication_s
         return total
 
-    def _least_passes(self, partition: Partition) -> float:
-        """Times the mean stage counts in any step: micro-batches, and the bubble of the most chunks there can be."""
+    def _least_step_s(self, partition: Partition, whole_s: float) -> float:
+        """Lower bound of the step, if a micro-batch takes `whole_s` through the whole model."""
         pp, layers = partition.degrees.pp, len(self.prices.traced.layers)
-        loops = partition.fills_rounds
-        chunks = max(1, layers // pp) if loops and len(self.prices.classes) == 1 else 1
-        return partition.micro_batches + (0.0 if loops and self.splits_backward else (pp - 1) / chunks)
+        whole_s = self._sharding.whole_s(partition, whole_s, self._least_kept_bytes(partition))
+        chunks = layers // pp if partition.fills_rounds and len(self.prices.classes) == 1 else 1
+        if partition.fills_rounds and self.splits_backward:
+            chunks = 0
+        return self._with_overhead(least_busy_s(partition, whole_s, chunks, self._sends_s(partition)))
 
-    def surely_too_big(self, partition: Partition) -> bool:
-        """True if no layout and no cut fits: parameters, gradients and optimizer spread evenly over all ranks, and
-        beside them what one layer keeps for its backward, exceed the device. (A recomputed layer keeps it too, for as
-        long as its backward runs.)"""
-        d, device = partition.degrees, self.cluster.device
-        frozen = frozen_bytes(self.recipe, 3, 1)
-        states = self._trained_count * self.recipe.total_bytes + self._frozen_count * frozen
-        static = states / (d.pp * d.tp * d.dp * d.cp)
-        whole = self.prices.single_rank(partition.micro_batch)
-        kept = min((layer.bytes.saved for layer in whole.layers.values()), default=0.0) / (d.cp * d.tp)
-        return static + kept > device.memory_bytes - device.reserved_bytes
+    def _sends_s(self, partition: Partition) -> tuple[float, float]:
+        """Receives of a micro-batch by a stage of one chunk, hidden as far as can be, and by each of several."""
+        d = partition.degrees
+        if d.pp == 1:
+            return 0.0, 0.0
+        border = self.prices.border_bytes(partition.micro_batch, d.cp) / (d.tp if partition.sequence_sharding else 1)
+        both_s = 2 * group_cost(self.cluster, d, "pp").seconds("send", border)
+        hidden = self._constants["pp_hidden"] if "pp_send" in self.cluster.stack.overlap else 0.0
+        return both_s * (1 - hidden), both_s
+
+    def _least_kept_bytes(self, partition: Partition) -> float:
+        """What the leanest layer keeps for its backward, cut over all of cp and tp."""
+        whole, d = self.prices.single_rank(partition.micro_batch), partition.degrees
+        return min((layer.bytes.saved for layer in whole.layers.values()), default=0.0) / (d.cp * d.tp)
 
 
 class _KnownPrices:

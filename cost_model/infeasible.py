@@ -7,6 +7,7 @@ is a plan without it, and a number of devices is named only if a plan fits on it
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -26,12 +27,19 @@ _WORTH = 0.98
 
 @dataclass(frozen=True)
 class Shortage:
-    """The setting that needs least, what its fullest stage holds by category, and how it would run."""
+    """The setting that needs least, what its fullest stage holds by category, and how it would run. `proven_bytes`: no
+    setting needs less, which is as much unless `deadline_s` (on the clock of `time.perf_counter`) came first."""
 
     least: Evaluation
     stage_bytes: Mapping[str, int]
     checkpoint: str
     step_s: float
+    proven_bytes: float
+    deadline_s: float = math.inf
+
+    @property
+    def is_late(self) -> bool:
+        return time.perf_counter() > self.deadline_s
 
 
 LeastOf = Callable[[ClusterSpec, Pins], Evaluation]
@@ -43,20 +51,24 @@ def explain_shortage(
     """`least_of` is the most frugal setting of another cluster or of other pins; it raises SpecError or
     InfeasiblePlanError where there is none at all. `nearest_plan` runs on devices with the memory that is asked for."""
     missing = math.ceil(found.least.needed_bytes - limit_bytes)
-    blamed = _blamed_pins(pins, cluster, limit_bytes, least_of)
+    blamed = [] if found.is_late else _blamed_pins(pins, cluster, limit_bytes, least_of)
     what = (
         f"no plan fits in {_gib(limit_bytes)} a device{_of_which(cluster, limit_bytes)}: even the most frugal "
         f"({_setting_text(found)}) lacks {missing} bytes ({_gib(missing)}) on stage {found.least.binding_stage}, "
         f"which needs {_gib(found.least.needed_bytes)}: {_categories(found.stage_bytes)}"
     )
     pinned = pins.texts()
-    if blamed:
+    if found.proven_bytes < found.least.needed_bytes:
+        what += f" (the time limit ended the search for less; none needs under {_gib(found.proven_bytes)})"
+    if found.is_late:
+        what += "; the time limit left no time to look for pins to blame and for clusters that would do"
+    elif blamed:
         what += "; " + "; ".join(blamed)
     elif pinned:
         what += f" under the pins {', '.join(pinned)}, none of which is to blame alone"
     remedies = [f"devices of at least {_gib(found.least.needed_bytes, up=True)} (there this plan takes "
                 f"{found.step_s:.3g} s a step)"]  # fmt: skip
-    more = _enough_devices(cluster, pins, limit_bytes, found.least, least_of)
+    more = "" if found.is_late else _enough_devices(cluster, pins, limit_bytes, found, least_of)
     remedies.append(more or ("fewer pins" if pinned else "a shorter sequence"))
     return InfeasiblePlanError(what, where="memory", try_=", or ".join(remedies), nearest_plan=nearest_plan)
 
@@ -72,10 +84,11 @@ def _blamed_pins(pins: Pins, cluster: ClusterSpec, limit_bytes: float, least_of:
     return found
 
 
-def _enough_devices(cluster: ClusterSpec, pins: Pins, limit_bytes: float, least: Evaluation, least_of: LeastOf) -> str:
-    """The smallest doubling of the cluster on which a plan fits, and that plan; "" if more devices are not the way."""
-    before, times = least.needed_bytes, 2
-    while times <= MOST_TIMES:
+def _enough_devices(cluster: ClusterSpec, pins: Pins, limit_bytes: float, shortage: Shortage, least_of: LeastOf) -> str:
+    """The smallest doubling of the cluster on which a plan fits, and that plan; "" if more devices are not the way, or
+    the time is over."""
+    before, times = shortage.least.needed_bytes, 2
+    while times <= MOST_TIMES and not shortage.is_late:
         try:
             found = least_of(cluster.resized(times * cluster.num_devices), pins)
         except (InfeasiblePlanError, SpecError):  # degrees that are all pinned, or one device that nothing joins

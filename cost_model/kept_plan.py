@@ -13,9 +13,31 @@ from collections.abc import Callable, Sequence
 
 from autopar.cost_model.candidates import Partition, Setting
 from autopar.cost_model.evaluate import Evaluation, Evaluator
+from autopar.errors import PlanMismatchError
+from autopar.ir import TracedModel
 from autopar.plan import Plan
 
-__all__ = ["kept_or_best", "setting_of_plan"]
+__all__ = ["check_kept", "kept_or_best", "setting_of_plan"]
+
+
+def check_kept(plan: Plan, traced: TracedModel) -> None:
+    """Raises PlanMismatchError if the plan in use is another model's: by its fingerprint, or, in a plan written by
+    hand, by its layers."""
+    wanted = plan.fingerprints.get("model")
+    if wanted and wanted != traced.fingerprint:
+        raise PlanMismatchError(
+            f"the plan to keep was made for another model (fingerprint {wanted}, this one {traced.fingerprint})",
+            where="search.keep", try_="the plan this model runs with, or none",
+        )  # fmt: skip
+    theirs = [path for stage in plan.layer_paths() for path in stage]
+    ours = [segment.path for segment in traced.layers]
+    if theirs != ours:
+        strange = next((path for path in theirs if path not in ours), None)
+        what = f"it has the layer {strange}" if strange else f"it has {len(theirs)} layers, the model {len(ours)}"
+        raise PlanMismatchError(
+            f"the plan to keep is not of this model: {what}", where="search.keep",
+            try_="the plan this model runs with, or none",
+        )  # fmt: skip
 
 
 def kept_or_best(

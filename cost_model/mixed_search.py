@@ -116,7 +116,7 @@ class _MixedRun:
         found, price, ordered = min(self.counts.best.values(), key=lambda item: rank(item[0]))
         found, status = self._proven(found, price)
         plan = self.run.plan_of(found, price.prices[0])
-        prediction = {**self.run.prediction(found), **self._of_groups(found, price, ordered)}
+        prediction = {**self.run.prediction(found), **self._of_groups(found, price)}
         statistics = self._statistics(found, status)
         kept = ("solver", "status", "bound_s", "gap", "candidates", "pruned")
         plan = plan.replace(
@@ -128,19 +128,14 @@ class _MixedRun:
         return SearchResult(plan, alternatives, statistics, tuple(self.run.notices))
 
     def _search(self) -> None:
-        waiting = []
-        for partition in self.run.partitions:
-            for order in self._orders(partition.degrees):
-                for setting in self.run.settings(partition):
-                    price = self._price(setting, order)
-                    waiting.append((price.bound_s(), setting.order, order, price))
+        waiting = self._bounded()
         self.counts.candidates = len(waiting)
         best_s = np.inf
         for bound_s, _, order, price in sorted(waiting, key=lambda item: item[:3]):
             if bound_s > best_s * (1 + 1e-9):
                 break
             if best_s < np.inf and time.perf_counter() > self.run.deadline_s:
-                self.counts.open_s = bound_s
+                self.counts.open_s = min(self.counts.open_s, bound_s)
                 self.run.notices.append("the time limit ended the search over groups")
                 break
             found = self._evaluate(price, best_s)
@@ -150,6 +145,23 @@ class _MixedRun:
             if key not in self.counts.best or rank(found) < rank(self.counts.best[key][0]):
                 self.counts.best[key] = (found, price, reordered(self.cluster, order))
             best_s = min(best_s, found.step_s)
+
+    def _bounded(self) -> list[tuple[float, tuple[int, ...], tuple[int, ...], MixedPrice]]:
+        """Every setting under its lower bound; of those that the time limit leaves out, what all devices could do."""
+        waiting: list[tuple[float, tuple[int, ...], tuple[int, ...], MixedPrice]] = []
+        for partition in self.run.partitions:
+            for order in self._orders(partition.degrees):
+                if waiting and time.perf_counter() > self.run.deadline_s:
+                    self.counts.open_s = self.run.model_flops(partition) / self._peak_flops()
+                    return waiting
+                for setting in self.run.settings(partition):
+                    price = self._price(setting, order)
+                    waiting.append((price.bound_s(), setting.order, order, price))
+        return waiting
+
+    def _peak_flops(self) -> float:
+        """Of all devices together, a second."""
+        return sum(group.num_devices * group.device.flops[self.run.dtype] for group in self.cluster.groups)
 
     def _orders(self, degrees: Degrees) -> list[tuple[int, ...]]:
         """Orders of the groups along the pipeline, if each is a whole number of stages; equal groups count once."""
@@ -201,10 +213,10 @@ class _MixedRun:
         return replace(found, step_s=total, time_s=time_s, memory=price.memory(found.pipeline),
                        collectives=price.collectives(found.pipeline), executed_flops=flops)  # fmt: skip
 
-    def _of_groups(self, found: Evaluation, price: MixedPrice, ordered: ClusterSpec) -> Mapping[str, Any]:
+    def _of_groups(self, found: Evaluation, price: MixedPrice) -> Mapping[str, Any]:
         """Utilisation of all devices' peaks, and of each stage's devices the part of the step they compute or send."""
         assert found.pipeline is not None
-        peak = sum(group.num_devices * group.device.flops[self.run.dtype] for group in ordered.groups)
+        peak = self._peak_flops()
         useful = self.run.prediction(found)["model_flops"]
         busy = [price.m * stage.time_s / found.step_s for stage in found.pipeline.stages]
         chunks = price.setting.virtual_stages

@@ -133,6 +133,7 @@ class ModelPrices:
         self._measures: dict[tuple[str, int, int], BlockMeasures] = {}
         self._layouts: dict[tuple[str, int, bool], dict[Fraction, Layout]] = defaultdict(dict)
         self._batch_free_s: dict[int, float] = {}
+        self._borders: dict[tuple[int, int], float] = {}
         self._prices: dict[tuple[int, int, bool, int], BlockPrices] = {}
 
     def on_machine(self, machine: Machine) -> ModelPrices:
@@ -304,7 +305,10 @@ class ModelPrices:
 
     def border_bytes(self, micro_batch: int, cp: int = 1) -> float:
         """Bytes of what leaves a layer with gradient, the residual stream, whole over tp."""
-        return max((self._border_bytes(block, micro_batch, cp) for block in self.blocks.values()), default=0.0)
+        if (micro_batch, cp) not in self._borders:
+            held = (self._border_bytes(block, micro_batch, cp) for block in self.blocks.values())
+            self._borders[micro_batch, cp] = max(held, default=0.0)
+        return self._borders[micro_batch, cp]
 
     def _border_bytes(self, block: Block, micro_batch: int, cp: int) -> float:
         inside, made = set(block.nodes), self.measures(block.name, micro_batch, cp).tensor_bytes

@@ -46,9 +46,14 @@ def _least_memory(
     traced: TracedModel, cluster: ClusterSpec, train: TrainSpec, pins: Pins | None, spec: SearchSpec
 ) -> SearchResult:
     deadline_s = spec.deadline_s
-    needed = math.ceil(least_evaluation(traced, cluster, train, pins, spec).needed_bytes) + 1
+    least, proven_bytes = least_evaluation(traced, cluster, train, pins, spec.share_of(deadline_s, 2))
+    needed = math.ceil(least.needed_bytes) + 1
     found = search(traced, cluster, train, pins, spec.share_of(deadline_s, 1), memory_bytes=needed)
-    note = f"objective memory: no plan needs less than {needed / 2**30:.3g} GiB a device, this is the fastest of those"
+    note = f"objective memory: no plan needs less than {proven_bytes / 2**30:.3g} GiB a device, this is the fastest of "
+    if proven_bytes < least.needed_bytes:
+        note += f"those with {needed / 2**30:.3g} GiB, where the time limit ended the search for less"
+    else:
+        note += "those"
     return replace(found, notices=(*found.notices, note))
 
 

@@ -107,8 +107,8 @@ def write_plan(traced: TracedModel, best: Evaluation, price: SettingPrice, state
     )
     if degrees.tp == 1:
         return plan
-    tokens = plan.seq_len // degrees.cp
-    return with_overrides(traced, plan, layout, strategy_table(traced, degrees.tp, tokens))
+    tokens, walked = plan.seq_len // degrees.cp, {node.meta["segment"] for node in layout}
+    return with_overrides(traced, plan, layout, strategy_table(traced, degrees.tp, tokens, segments=walked))
 
 
 def _overlap(setting: Setting, declared: Collection[str]) -> tuple[str, ...]:

@@ -41,8 +41,8 @@ class Propagation:
 
     def seen_by(self, source: fx.Node, user: fx.Node) -> Placement:
         """How `source` lies where `user` reads it, before any conversion for `user`."""
-        if source.op == "call_function" and source.meta["segment"] != user.meta["segment"]:
-            return self.leaving.get(source, self.placement[source])
+        if source in self.leaving and source.meta["segment"] != user.meta["segment"]:
+            return self.leaving[source]
         return self.placement[source]
 
 
@@ -51,7 +51,8 @@ def propagate(traced: TracedModel, plan: Plan, table: StrategyTable | None = Non
 
     Over cp there is nothing to choose: parameters are whole, the residual stream is S(1), and what is computed from the
     inputs alone (masks, positions, shifted labels) is computed whole and cut where it meets the stream. The tp walk
-    comes after: `seq` then is the length that cp left.
+    comes after: `seq` then is the length that cp left. A table of some segments walks these alone, since a tensor lies
+    between segments as the border says.
     Raises PlanMismatchError for a parameter placement or an op strategy that the rules do not allow.
     """
     ranks = plan.degrees.tp if axis == "tp" else plan.degrees.cp
@@ -60,6 +61,8 @@ def propagate(traced: TracedModel, plan: Plan, table: StrategyTable | None = Non
     result = Propagation()
     walk = _Walk(plan, table, axis, ranks, {"batch": plan.micro_batch, "seq": tokens})
     for node in traced.graph_module.graph.nodes:
+        if _leaves(node):
+            result.leaving[node] = border_placement(node, axis == "cp" or plan.shards_sequence)
         if node not in table:
             continue
         if node.op == "placeholder":
@@ -71,8 +74,6 @@ def propagate(traced: TracedModel, plan: Plan, table: StrategyTable | None = Non
             chosen = chosen or _default(node, walk, result)
             result.strategy[node] = chosen
             result.placement[node] = chosen.output
-            if any(u.op == "call_function" and u.meta["segment"] != node.meta["segment"] for u in node.users):
-                result.leaving[node] = border_placement(node, axis == "cp" or plan.shards_sequence)
     return result
 
 
@@ -85,6 +86,12 @@ class _Walk:
     axis: str
     ranks: int
     sizes: Mapping[str, int]
+
+
+def _leaves(node: fx.Node) -> bool:
+    """Whether an op of another segment reads what this op makes."""
+    ops = (u for u in (node, *node.users) if u.op == "call_function")
+    return node.op == "call_function" and any(u.meta["segment"] != node.meta["segment"] for u in ops)
 
 
 def border_placement(node: fx.Node, sequence_sharding: bool) -> Placement:

@@ -27,7 +27,7 @@ from autopar.cost_model.compute import Machine
 from autopar.cost_model.evaluate import Evaluation, Evaluator
 from autopar.cost_model.explain import across_slow_link, reason_it_loses
 from autopar.cost_model.infeasible import Shortage, explain_shortage
-from autopar.cost_model.kept_plan import kept_or_best, setting_of_plan
+from autopar.cost_model.kept_plan import check_kept, kept_or_best, setting_of_plan
 from autopar.cost_model.largest_tensors import largest_kept
 from autopar.cost_model.least_memory import least_memory
 from autopar.cost_model.memory import COMPUTE_DTYPES, recipe
@@ -111,8 +111,9 @@ def search(
 
 def least_evaluation(
     traced: TracedModel, cluster: ClusterSpec, train: TrainSpec, pins: Pins | None, spec: SearchSpec
-) -> Evaluation:
-    """The setting that needs least device memory (`needed_bytes`), whether devices have it or not."""
+) -> tuple[Evaluation, float]:
+    """The setting that needs least device memory (`needed_bytes`), whether devices have it or not, and the bytes that
+    none needs less than: as much, unless the time limit came first."""
     return Run(traced, cluster, train, pins or Pins(), spec).least()
 
 
@@ -131,6 +132,8 @@ class Run:
             raise SpecError("seq_len is not stated", where="train", try_="seq_len=2048")
         check_model(traced, train.seq_len)
         check_pinned_dims(traced, pins)
+        if self.spec.keep is not None:
+            check_kept(self.spec.keep, traced)
         self.seq_len = train.seq_len
         self.global_batch = train.global_batch or self._default_batch()
         self.precision = train.precision or ("fp32" if cluster.device.kind == "cpu" else "bf16-mixed")
@@ -152,8 +155,8 @@ class Run:
         gradients = "fp32" if self.precision == "bf16-mixed" else cluster.stack.gradient_dtype
         self.held = recipe(self.precision, train.optimizer, gradients)
         self.evaluator = self._evaluator(self.memory_bytes)
-        fit = [p for p in self.partitions if not self.evaluator.surely_too_big(p)]
-        self.bounds = {p: self.evaluator.analytic_bound_s(p) for p in fit}
+        bounds = {p: self.evaluator.analytic_bound_s(p) for p in self.partitions}
+        self.bounds = {p: bound_s for p, bound_s in bounds.items() if bound_s < math.inf}
         self.space = BranchAndBound(self.evaluator, self.bounds, self.groups, self.deadline_s)
 
     def _default_batch(self) -> int:
@@ -181,7 +184,7 @@ class Run:
         if found is None:
             raise self._infeasible()
         if self.space.timed_out:
-            self.notices.append(f"the time limit of {self.spec.time_limit_s:g} s ended the search")
+            self.notices.append("the time limit ended the search")
         return found
 
     def kept_or(self, best: Evaluation) -> Evaluation:
@@ -199,20 +202,27 @@ class Run:
         return Evaluator(self.prices, replace(self.cluster, device=device), self.held, self.partitions, self.pins,
                          self.limits.splits_backward)  # fmt: skip
 
-    def least(self) -> Evaluation:
-        """The setting that needs least memory."""
-        return least_memory(self.evaluator, self.partitions, self.settings)
+    def least(self) -> tuple[Evaluation, float]:
+        """The setting that needs least memory, and what none needs less than."""
+        return least_memory(self.evaluator, self.partitions, self.settings, self.deadline_s)
 
     def _infeasible(self) -> InfeasiblePlanError:
-        least = self.least()
+        least, proven_bytes = self.least()
         roomy = self._evaluator(math.ceil(least.needed_bytes) + 1)
         found = roomy.detailed(roomy.evaluate(least.setting))
-        shortage = Shortage(least, found.memory[least.binding_stage], self._checkpoint_text(found), found.step_s)
+        shortage = Shortage(
+            least,
+            found.memory[least.binding_stage],
+            self._checkpoint_text(found),
+            found.step_s,
+            proven_bytes,
+            self.deadline_s,
+        )
         nearest = self.plan_of(found, roomy.price(found.setting))
         train = replace(self.train, global_batch=self.global_batch)
 
         def least_of(cluster: ClusterSpec, pins: Pins) -> Evaluation:
-            return Run(self.traced, cluster, train, pins, self.spec).least()
+            return Run(self.traced, cluster, train, pins, self.spec.share_of(self.deadline_s, 1)).least()[0]
 
         nearest = nearest.replace(prediction=self.prediction(found))
         return explain_shortage(shortage, self.cluster, self.pins, self.memory_bytes, least_of, nearest)
@@ -232,7 +242,7 @@ class Run:
                 "fingerprints": prints}  # fmt: skip
 
     def prediction(self, best: Evaluation) -> dict[str, Any]:
-        useful = 3 * self._useful_forward_flops(best.setting) * self.global_batch / best.setting.micro_batch
+        useful = self.model_flops(best.setting.partition)
         devices, peak = self.cluster.num_devices, self.cluster.device.flops[self.dtype]
         tokens, price = self.global_batch * self.seq_len, self.cluster.device.price_per_hour
         cost = {} if price is None else {"cost_per_million_tokens": 1e6 * best.step_s * devices * price / 3600 / tokens}
@@ -249,14 +259,14 @@ class Run:
             "largest_activations": largest_kept(self.prices, self.evaluator.price(best.setting)),
         }
 
-    def _useful_forward_flops(self, setting: Setting) -> float:
-        """Model flops of one micro-batch's forward over the whole model (a backward counts twice it)."""
+    def model_flops(self, partition: Partition) -> float:
+        """Of a step, over the whole model; a backward counts twice the forward."""
         repeats = self.prices.repeats
         total = 0.0
         for block in (*self.prices.blocks.values(), self.prices.glue):
-            sizes = self.prices.measures(block.name, setting.micro_batch).sizes.values()
+            sizes = self.prices.measures(block.name, partition.micro_batch).sizes.values()
             total += repeats.get(block.name, 1) * sum(op.useful_flops for op in sizes)
-        return total
+        return 3 * total * self.global_batch / partition.micro_batch
 
     def candidate(self, e: Evaluation, best: Evaluation) -> Candidate:
         s = e.setting

@@ -49,7 +49,10 @@ class SettingBounds:
             slowest_s = max(slowest_s, math.ceil(repeats[0] / price.pp) * fastest[0])
         split_s = 2 * price.all_weights_s(units) if splits.any() else 0.0
         late_s = np.where(splits, split_s, 0.0)
-        send_s = price.send_s / price.setting.virtual_stages * self.chunks
+        send_s = price.step.receives_s(price.blocks.border_bytes) * self.chunks
+        if "pp_send" in price.cluster.stack.overlap:
+            plain = np.array([schedule == "1f1b" for schedule, _ in group.runs])
+            send_s = np.where(plain, 1 - price.step.constants["pp_hidden"], 1.0) * send_s
         self._send_s, self._slowest_s = send_s, slowest_s + send_s
         flow_s = whole_s + price.pp * send_s - late_s
         self._rest_s = flow_s / self.chunks + price.least_tail_s(units) + late_s / price.pp

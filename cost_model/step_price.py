@@ -194,6 +194,11 @@ class StepPrice:
 
     def send_s(self, border_bytes: float) -> float:
         """Exposed receives of one micro-batch: activations forward, gradients backward, each chunk."""
+        hidden = self.constants["pp_hidden"] if "pp" in self.traits.overlap else 0.0
+        return self.layout.virtual_stages * self.receives_s(border_bytes) * (1 - hidden)
+
+    def receives_s(self, border_bytes: float) -> float:
+        """Receives of one micro-batch by a chunk, if nothing hides them."""
         if self.layout.degrees.pp == 1:
             return 0.0
         cut = self.traits.scatters_stage_outputs and not self.layout.sequence_sharding
@@ -201,8 +206,7 @@ class StepPrice:
         one = self.pp_group.seconds("send", border_bytes / tp)
         if tp > 1:
             one += self.tp_group.seconds("all_gather", border_bytes)
-        both = 2 * self.layout.virtual_stages * one
-        return both * (1 - (self.constants["pp_hidden"] if "pp" in self.traits.overlap else 0.0))
+        return 2 * one
 
     def weights_s(self, unit: Unit) -> float:
         """Weight gradients of a unit, which zero-bubble puts off."""

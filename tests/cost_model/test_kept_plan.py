@@ -12,7 +12,7 @@ import torch
 from autopar.cost_model.kept_plan import setting_of_plan
 from autopar.cost_model.objectives import search_for
 from autopar.cost_model.search import Run, search
-from autopar.errors import SpecError
+from autopar.errors import PlanMismatchError, SpecError
 from autopar.hardware import preset
 from autopar.ir import TracedModel
 from autopar.mixed_cluster import mixed_cluster
@@ -139,3 +139,19 @@ def test_keeping_is_by_step_time_on_equal_devices(traced: TracedModel) -> None:
     mixed = mixed_cluster("mixed", groups, replace(linked(1e9).links[0], span=2), StackSpec())
     with pytest.raises(SpecError, match="kept on equal devices"):
         search_for(traced, mixed, TRAIN, PINS, SearchSpec(keep=plan))
+
+
+def test_a_plan_of_another_model_is_not_kept(traced: TracedModel) -> None:
+    """By fingerprint; without one, by its layers."""
+    plan = search(traced, linked(1e9), TRAIN, PINS).plan
+    other = prepare(trace(models.TinyGPT(layers=2).to(torch.float32), models.default_batch()))
+    strange = plan.replace(fingerprints={}, stages=(("decoder.0-2",),))
+    for model, keep, said in (
+        (other, plan, "made for another model"),
+        (other, plan.replace(fingerprints={}), "not of this model"),
+        (traced, strange, "has the layer decoder.0"),
+    ):
+        with pytest.raises(PlanMismatchError, match=said):
+            search(model, linked(1e9), TRAIN, PINS, SearchSpec(keep=keep))
+    kept = search(traced, linked(1e9), TRAIN, PINS, SearchSpec(keep=plan.replace(fingerprints={})))
+    assert choices(kept.plan) == choices(plan)

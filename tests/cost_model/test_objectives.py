@@ -40,7 +40,8 @@ def peak_of(plan: object) -> int:
 def test_least_memory_is_the_least_of_all_settings(gpt: TracedModel, pins: Pins) -> None:
     run = Run(gpt, local(), TRAIN, pins)
     every = [run.evaluator.lacking(s).needed_bytes for p in run.partitions for s in run.settings(p)]
-    found = least_memory(run.evaluator, run.partitions, run.settings)
+    found, proven = least_memory(run.evaluator, run.partitions, run.settings)
+    assert proven == found.needed_bytes
     assert found.needed_bytes == pytest.approx(min(every), rel=1e-9)
 
 
@@ -117,3 +118,22 @@ def test_searches_of_one_limit_share_it() -> None:
     assert first.time_limit_s == pytest.approx(2.5, abs=0.5)
     assert spec.share_of(deadline_s - 20, 1).time_limit_s == pytest.approx(0.01)
     assert SearchSpec().share_of(SearchSpec().deadline_s, 3) == SearchSpec()
+
+
+def test_the_least_memory_keeps_the_time_limit_and_says_what_is_proven(gpt: TracedModel) -> None:
+    """Past the deadline the first setting that is looked at stands, above a bound that the exact answer keeps to."""
+    run = Run(gpt, local(), TRAIN, Pins())
+    least, _ = least_memory(run.evaluator, run.partitions, run.settings)
+    found, proven = least_memory(run.evaluator, run.partitions, run.settings, deadline_s=0.0)
+    assert 0 < proven <= least.needed_bytes <= found.needed_bytes
+    hasty = search_for(gpt, local(), TRAIN, spec=SearchSpec(objective="memory", time_limit_s=1e-4))
+    assert peak_of(hasty.plan) >= least.needed_bytes - 1
+    if proven < found.needed_bytes:
+        assert any("where the time limit ended the search for less" in note for note in hasty.notices)
+
+
+def test_what_does_not_fit_is_explained_within_the_time_limit(gpt: TracedModel) -> None:
+    """The stage and the bytes that are missing are named; other clusters and pins are not searched for any more."""
+    small = replace(local(), device=replace(local().device, memory_bytes=100_000))
+    with pytest.raises(InfeasiblePlanError, match="lacks .* bytes .* on stage .*the time limit left no time"):
+        search(gpt, small, TRAIN, Pins(zero=0), SearchSpec(time_limit_s=1e-4))
