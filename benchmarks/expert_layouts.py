@@ -5,9 +5,10 @@
 
 Rows of published measurements (docs/cost_model.md) whose source begins with one of --source (default megatron, dgxc and
 nemo, both NeMo's, torchtitan, bloom) and whose tier is one of --tier (default A; B: some of the row is inferred). A
-row's layout is a search in which every knob is pinned; the plan is the search with every knob free. So a plan slower than the layout would be a fault of the search, and ends in exit status 1. For
-each knob that differs, the layout is searched again with that knob alone set free: `knob` names the one that gains most
-by itself. Rows whose layout our memory model or runtime refuses are listed apart with the reason.
+row's layout is a search in which every knob is pinned; the plan is the search with every knob free. So a plan slower
+than the layout would be a fault of the search, and ends in exit status 1. For each knob that differs, the layout is
+searched again with that knob alone set free: `knob` names the one that gains most by itself. Rows whose layout our
+memory model or runtime refuses are listed apart with the reason.
 
 Both sides are trained as autopar would (bf16-mixed, its own overlaps and memory), whatever the row's stack did: the
 gain is the search's, not the stack's.
