@@ -17,6 +17,7 @@ from torch import nn
 from autopar import passes
 from autopar.cost_model.objectives import search_for
 from autopar.cost_model.search import SearchResult
+from autopar.cost_model.step_collectives import rank_collectives
 from autopar.errors import AutoparError, SpecError, UnsupportedModelError
 from autopar.export import LossFn
 from autopar.ir import TracedModel
@@ -246,7 +247,19 @@ def search_captured(
     if train.seq_len is None:
         train = replace(train, seq_len=_longest_sequence(traced))
     _check_sequence(traced, train.seq_len)
-    return search_for(traced, cluster, train, pins, spec)
+    result = search_for(traced, cluster, train, pins, spec)
+    return replace(result, plan=_with_collectives(traced, result.plan))
+
+
+def _with_collectives(traced: TracedModel, plan: Plan) -> Plan:
+    """The plan with what a rank of its slowest stage sends in a step, as a dry run counts it."""
+    d, first = plan.degrees, plan.prediction["slowest_stage"]
+    if d.world_size == 1 or traced.loss is None:
+        return plan
+    stages = range(first, len(plan.stages), d.pp)
+    found = rank_collectives(passes.summed(traced, plan), plan, stages)
+    rows = [{"purpose": p, "kind": k, "axis": a, "bytes": b, "count": n} for (p, k, a, b), n in sorted(found.items())]
+    return plan.replace(prediction={**plan.prediction, "collectives": rows})
 
 
 def _check_sequence(traced: TracedModel, seq_len: int | None) -> None:

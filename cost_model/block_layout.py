@@ -25,7 +25,22 @@ from autopar.cost_model.propagation import border_placement
 from autopar.ir import TracedModel
 from autopar.placement import CONVERSIONS, REPLICATE, Placement
 
-__all__ = ["BlockWork", "LayoutPrice", "block_work", "price_layout", "price_work", "replicated"]
+__all__ = [
+    "BACKWARD",
+    "FORWARD",
+    "FORWARD_ONLY",
+    "ONCE_A_STEP",
+    "BlockWork",
+    "LayoutPrice",
+    "block_work",
+    "price_layout",
+    "price_work",
+    "replicated",
+]
+
+FORWARD, BACKWARD, ONCE_A_STEP, FORWARD_ONLY = range(4)
+"""When a collective runs: in a forward and again where that is repeated, in a backward, once for a gradient, or in
+a forward behind all that its backward reads."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +48,9 @@ class BlockWork:
     """What a block does on one rank under a layout, before any rate is known; one micro-batch.
 
     forward, backward  kernels at local shapes
-    collectives        (kind, whole-tensor bytes, 0 forward | 1 backward | 2 once a step)
+    collectives        (kind, whole-tensor bytes, FORWARD | BACKWARD | ONCE_A_STEP | FORWARD_ONLY)
+    again              kernels of `forward`, from the first, that a second run computes before it has all that
+                       backward reads and stops; FORWARD_ONLY collectives come after that
     """
 
     forward: Kernels
@@ -42,6 +59,7 @@ class BlockWork:
     saved_bytes: float
     working_bytes: float
     strategies: Mapping[fx.Node, NodeStrategy] = field(default_factory=dict, repr=False)
+    again: int | None = None
 
 
 @dataclass(frozen=True)
@@ -49,7 +67,7 @@ class LayoutPrice:
     """Time (seconds per micro-batch) and bytes of a block under a layout, on one rank.
 
     step_communication_s is paid once a step: gradients of replicated parameters of which each rank has a summand.
-    collectives: (kind, whole-tensor bytes) per micro-batch.
+    repeated_communication_s: the part of forward_communication_s that a second run repeats.
     backward_reduction_s: the part of backward_communication_s that sums input gradients; a stack may compute weight
     gradients meanwhile.
     """
@@ -63,7 +81,7 @@ class LayoutPrice:
     working_bytes: float = 0.0
     forward_flops: float = 0.0
     backward_flops: float = 0.0
-    collectives: tuple[tuple[str, float], ...] = ()
+    repeated_communication_s: float = 0.0
     strategies: Mapping[fx.Node, NodeStrategy] = field(default_factory=dict)
     backward_reduction_s: float = 0.0
 
@@ -94,25 +112,22 @@ def price_layout(
 @lru_cache(maxsize=4096)
 def price_work(work: BlockWork, machine: Machine, group: GroupCost) -> LayoutPrice:
     """Seconds of a block's work on a machine and a tp group."""
-    comm = [0.0, 0.0, 0.0]
-    moved, reduction_s = [], 0.0
+    comm, reduction_s = [0.0, 0.0, 0.0, 0.0], 0.0
     for kind, whole_bytes, when in work.collectives:
         seconds = group.seconds(kind, whole_bytes)
         comm[when] += seconds
-        reduction_s += seconds if when == 1 and kind in ("all_reduce", "reduce_scatter") else 0.0
-        if seconds and when < 2:
-            moved.append((kind, whole_bytes))
+        reduction_s += seconds if when == BACKWARD and kind in ("all_reduce", "reduce_scatter") else 0.0
     return LayoutPrice(
         forward_s=float(machine.seconds(work.forward).sum()),
         backward_s=float(machine.seconds(work.backward).sum()),
-        forward_communication_s=comm[0],
-        backward_communication_s=comm[1],
-        step_communication_s=comm[2],
+        forward_communication_s=comm[FORWARD] + comm[FORWARD_ONLY],
+        backward_communication_s=comm[BACKWARD],
+        step_communication_s=comm[ONCE_A_STEP],
         saved_bytes=work.saved_bytes,
         working_bytes=work.working_bytes,
         forward_flops=work.forward.flops,
         backward_flops=work.backward.flops,
-        collectives=tuple(moved),
+        repeated_communication_s=comm[FORWARD],
         strategies=work.strategies,
         backward_reduction_s=reduction_s,
     )
@@ -129,31 +144,48 @@ def block_work(
     gathers_again: bool = False,
 ) -> BlockWork:
     """Kernels, collectives and bytes of `nodes` under `layout` over `tp` ranks."""
-    kernels, collectives, working = [], [], 0.0
-    chosen = set(nodes)
+    kernels, collectives, working, again = [], [], 0.0, 0
+    chosen, position = set(nodes), {node: i for i, node in enumerate(nodes)}
+    stop, computes = _second_run(position, measures)
     chains = fused_bytes([n for n in nodes if n in layout], layout, measures, tp)
     for node in nodes:
         if node.op != "call_function" or node not in measures.sizes or node not in layout:
             continue
         strategy = layout[node]
-        kernels += _with_fused(local_kernels(measures.sizes[node], *strategy, tp), chains.get(node))
+        own = _with_fused(local_kernels(measures.sizes[node], *strategy, tp), chains.get(node))
+        kernels += own
+        if position[node] < stop or (position[node] == stop and computes):
+            again += sum(not kernel.backward for kernel in own)
         kernels += _gradient_sums(node, chosen, strategy, measures, tp)
-        collectives += [("all_reduce", whole, 0) for whole in inner_reductions(node, strategy, measures)]
+        collectives += [("all_reduce", whole, FORWARD) for whole in inner_reductions(node, strategy, measures)]
         working = max(working, _touched_bytes(node, strategy, measures, tp))
-    for source, have, wanted in _conversions(traced, nodes, layout, sequence_sharding):
-        kinds = CONVERSIONS[have.kind, wanted.kind]
-        for i, kind in enumerate(kinds if source.meta.get("grad") else kinds[:1]):
-            if kind not in LOCAL_KINDS and tp > 1:
-                when = 2 if i == 1 and is_weight(source) else i
-                collectives.append((kind, measures.tensor_bytes[source], when))
+    for (source, have, wanted), reader in _conversions(traced, nodes, layout, sequence_sharding).items():
+        forward, backward = CONVERSIONS[have.kind, wanted.kind]
+        found = [(forward, FORWARD if position[reader] + (reader is source) <= stop else FORWARD_ONLY)]
+        if source.meta.get("grad"):
+            found.append((backward, ONCE_A_STEP if is_weight(source) else BACKWARD))
+        collectives += [(kind, measures.tensor_bytes[source], when) for kind, when in found
+                        if kind not in LOCAL_KINDS and tp > 1]  # fmt: skip
     saved = local_bytes(
         [k for k in measures.kept if k.keeper in chosen], measures.kept_elements, layout, tp,
         frozenset(traced.parameters), gathers_again=gathers_again,
     )  # fmt: skip
     return BlockWork(
         Kernels(k for k in kernels if not k.backward), Kernels(k for k in kernels if k.backward), tuple(collectives),
-        saved, working, {n: layout[n] for n in nodes if n in layout},
+        saved, working, {n: layout[n] for n in nodes if n in layout}, again,
     )  # fmt: skip
+
+
+def _second_run(position: Mapping[fx.Node, int], measures: BlockMeasures) -> tuple[int, bool]:
+    """Index of the last node that keeps something for backward, and whether it has to compute for that: torch stops a
+    second run as soon as all is kept, inputs before their op runs."""
+    stop, computes = -1, False
+    for kept in measures.kept:
+        if kept.keeper in position and position[kept.keeper] >= stop:
+            own = kept.slot is None
+            computes = own or (computes and position[kept.keeper] == stop)
+            stop = position[kept.keeper]
+    return stop, computes
 
 
 def _with_fused(kernels: Sequence[Kernel], chain: tuple[float, float] | None) -> list[Kernel]:
@@ -178,10 +210,11 @@ def _gradient_sums(
 
 def _conversions(
     traced: TracedModel, nodes: Sequence[fx.Node], layout: Mapping[fx.Node, NodeStrategy], sequence_sharding: bool
-) -> list[tuple[fx.Node, Placement, Placement]]:
-    """Distinct changes of placement that happen in `nodes`: at their inputs, and at the border they leave over."""
+) -> dict[tuple[fx.Node, Placement, Placement], fx.Node]:
+    """Distinct changes of placement in `nodes`, at their inputs and at the border they leave over, each with
+    its first reader (at the border the tensor itself)."""
     inside = set(nodes)
-    found: dict[tuple[fx.Node, Placement, Placement], None] = {}
+    found: dict[tuple[fx.Node, Placement, Placement], fx.Node] = {}
     for node in nodes:
         if node not in layout or node.op != "call_function":
             continue
@@ -192,11 +225,11 @@ def _conversions(
             have = layout[source][1] if own and source in layout else border_placement(
                 source, sequence_sharding)  # fmt: skip
             if have != wanted:
-                found[source, have, wanted] = None
+                found.setdefault((source, have, wanted), node)
         leaving = leaving_placement(node, inside, traced, sequence_sharding)
         if leaving is not None and layout[node][1] != leaving:
-            found[node, layout[node][1], leaving] = None
-    return list(found)
+            found.setdefault((node, layout[node][1], leaving), node)
+    return found
 
 
 def _touched_bytes(node: fx.Node, strategy: NodeStrategy, measures: BlockMeasures, tp: int) -> float:

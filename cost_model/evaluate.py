@@ -16,7 +16,6 @@ from autopar.cost_model.model_prices import BlockPrices, ModelPrices
 from autopar.cost_model.own_stack import own_traits
 from autopar.cost_model.pipeline_ilp import PipelineSolution, prove, solve_pipeline
 from autopar.cost_model.setting_bounds import SettingBounds
-from autopar.cost_model.setting_collectives import collectives_of
 from autopar.cost_model.setting_price import EXCHANGES, TIME_PARTS, SettingPrice
 from autopar.cost_model.sharding_bounds import ShardingBounds
 from autopar.cost_model.stage_table import Floats, StageTable
@@ -40,10 +39,14 @@ class Evaluation:
     bound_s: float = 0.0
     time_s: Mapping[str, float] = field(default_factory=dict)
     memory: tuple[Mapping[str, int], ...] = ()
-    collectives: tuple[Mapping[str, object], ...] = ()
     executed_flops: float = 0.0
     needed_bytes: float = 0.0
     binding_stage: int = 0
+
+    @property
+    def slowest_stage(self) -> int:
+        stages = self.pipeline.stages if self.pipeline is not None else ()
+        return max(range(len(stages)), key=lambda s: stages[s].time_s, default=0)
 
 
 class Evaluator:
@@ -121,7 +124,7 @@ class Evaluator:
         assert abs(total - found.step_s) <= 1e-6 * total, (total, found.step_s)
         return Evaluation(
             found.setting, found.pipeline, total, min(found.bound_s, total), time_s, price.memory(found.pipeline),
-            collectives_of(price, found.pipeline), price.executed_flops(found.pipeline),
+            price.executed_flops(found.pipeline),
         )  # fmt: skip
 
     def lacking(self, setting: Setting) -> Evaluation:

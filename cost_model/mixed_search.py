@@ -211,7 +211,7 @@ class _MixedRun:
         assert abs(total - found.step_s) <= 1e-6 * total, (total, found.step_s)
         flops = price.prices[0].executed_flops(found.pipeline)
         return replace(found, step_s=total, time_s=time_s, memory=price.memory(found.pipeline),
-                       collectives=price.collectives(found.pipeline), executed_flops=flops)  # fmt: skip
+                       executed_flops=flops)  # fmt: skip
 
     def _of_groups(self, found: Evaluation, price: MixedPrice) -> Mapping[str, Any]:
         """Utilisation of all devices' peaks, and of each stage's devices the part of the step they compute or send."""

@@ -6,7 +6,7 @@ sends differ: inside a group they go over its links, from group to group over th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
 
@@ -15,7 +15,6 @@ import numpy.typing as npt
 
 from autopar.cost_model.comm_cost import group_cost
 from autopar.cost_model.pipeline_ilp import PipelineSolution
-from autopar.cost_model.setting_collectives import collectives_of
 from autopar.cost_model.setting_price import SettingPrice
 from autopar.cost_model.stage_table import Floats, PipelineProblem, StagePrice, StageTable
 from autopar.mesh import Degrees
@@ -114,7 +113,7 @@ class MixedPrice:
         ]
         parts = []
         for price, s, stage in stages:
-            named = price.stage_parts(s, stage)
+            named = price.stage_parts(s, stage, solution.segment)
             parts.append({**named, "pp": named["pp"] - price.send_s + self.send_s(s)})
         tails = [price.tail_parts(s, stage.counts) for price, s, stage in stages]
         weights = [price.weights_s(s, stage.counts) for price, s, stage in stages]
@@ -126,10 +125,6 @@ class MixedPrice:
         ranks = [self.prices[g].stage_bytes(s, stage)
                  for s, (g, stage) in enumerate(zip(self.owner, solution.stages, strict=True))]  # fmt: skip
         return tuple(ranks * self.setting.virtual_stages)
-
-    def collectives(self, solution: PipelineSolution) -> tuple[Mapping[str, object], ...]:
-        slowest = max(range(len(self.owner)), key=lambda s: solution.stages[s].time_s)
-        return collectives_of(self.prices[self.owner[slowest]], solution)
 
 
 def _send_inside_s(price: SettingPrice, view: ClusterSpec, stages: int) -> float:

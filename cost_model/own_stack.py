@@ -27,5 +27,6 @@ def own_traits(stack: StackSpec, recipe: Recipe, zero: int, *, sequence_sharding
         keeps_gathered=True,
         sums_replicas_once=True,
         scatters_stage_outputs=False,
+        stops_early=True,
         bucket_bytes=25 * 2**20,  # of runtime.engine
     )

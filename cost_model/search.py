@@ -255,7 +255,7 @@ class Run:
             "executed_flops": best.executed_flops,
             "time_s": dict(best.time_s),
             "peak_memory_bytes": [dict(stage) for stage in best.memory],
-            "collectives": [dict(c) for c in best.collectives],
+            "slowest_stage": best.slowest_stage,
             "largest_activations": largest_kept(self.prices, self.evaluator.price(best.setting)),
         }
 

@@ -62,7 +62,7 @@ class SettingPrice:
         self.state = memory.state_bytes(recipe, setting.zero, setting.zero_shard, fully_sharded=True)
         self._frozen_bytes = memory.frozen_bytes(recipe, setting.zero, setting.zero_shard)
         self._modes = modes
-        self._parts: dict[tuple[int, str], dict[str, float]] = {}
+        self._parts: dict[tuple[int, str, int], dict[str, float]] = {}
         self._tails: dict[tuple[bool, bool, tuple[int, ...]], float] = {}
         self.send_s = self.step.send_s(blocks.border_bytes)
         epilogue = blocks.epilogue
@@ -86,10 +86,12 @@ class SettingPrice:
         named = [m for m in self._modes if able or m != "selective"]
         return named or ["none"]
 
-    def layer_parts(self, index: int, mode: str) -> dict[str, float]:
-        if (index, mode) not in self._parts:
-            self._parts[index, mode] = self.step.layer(self.classes[index].unit, mode)
-        return self._parts[index, mode]
+    def layer_parts(self, index: int, mode: str, segment: int = 1) -> dict[str, float]:
+        """Of a layer that is recomputed in segments of so many; the fewer, the less."""
+        key = (index, mode, segment)
+        if key not in self._parts:
+            self._parts[key] = self.step.layer(self.classes[index].unit, mode, segment)
+        return self._parts[key]
 
     @cached_property
     def fastest_s(self) -> list[float]:
@@ -151,7 +153,7 @@ class SettingPrice:
         """Step time by part, read off the slowest stage; what the others make it wait is bubble."""
         stages = list(enumerate(solution.stages))
         return self.named_step(
-            [self.stage_parts(s, stage) for s, stage in stages],
+            [self.stage_parts(s, stage, solution.segment) for s, stage in stages],
             [self.tail_parts(s, stage.counts) for s, stage in stages],
             [self.weights_s(s, stage.counts) for s, stage in stages],
         )
@@ -168,9 +170,9 @@ class SettingPrice:
         """Seconds of one micro-batch through all layers, each in its fastest mode."""
         return sum(n * t for n, t in zip(self.prices.repeats.values(), self.fastest_s, strict=True))
 
-    def stage_parts(self, stage: int, price: StagePrice) -> dict[str, float]:
+    def stage_parts(self, stage: int, price: StagePrice, segment: int = 1) -> dict[str, float]:
         layers = [
-            (n, self.layer_parts(i, mode))
+            (n, self.layer_parts(i, mode, segment))
             for i, chosen in enumerate(price.modes)
             for n, mode in zip(chosen, self.modes_of(i), strict=True)
             if n
@@ -287,7 +289,7 @@ class SettingPrice:
         device = self.cluster.device
         return PipelineProblem(
             layers=tuple(index[s.class_id] for s in self.prices.traced.layers),
-            classes=tuple(self.layer_class(i) for i in range(len(self.classes))),
+            classes=tuple(self.layer_class(i, segment) for i in range(len(self.classes))),
             stages=tuple(self.stage_cost(s) for s in range(self.pp)),
             micro_batches=self.m,
             memory_bytes=device.memory_bytes - device.reserved_bytes,
@@ -296,10 +298,10 @@ class SettingPrice:
             segment=segment,
         )
 
-    def layer_class(self, index: int) -> LayerClass:
+    def layer_class(self, index: int, segment: int = 1) -> LayerClass:
         layer = self.classes[index]
         modes = tuple(
-            LayerMode(mode, sum(self.layer_parts(index, mode).values()), *self.layer_bytes(index, mode))
+            LayerMode(mode, sum(self.layer_parts(index, mode, segment).values()), *self.layer_bytes(index, mode))
             for mode in self.modes_of(index)
         )
         static = layer.unit.trained * sum(self.state.values()) + layer.unit.frozen * self._frozen_bytes
@@ -331,12 +333,14 @@ class SettingPrice:
 
     def executed_flops(self, solution: PipelineSolution) -> float:
         """Of a step, on all devices; recomputed forwards by their share of a layer's seconds."""
-        total = 0.0
+        total, segment = 0.0, solution.segment
         for s, stage in enumerate(solution.stages):
             for i, chosen in enumerate(stage.modes):
                 price = self.classes[i].unit.price
                 for n, mode in zip(chosen, self.modes_of(i), strict=True):
-                    again = self.layer_parts(i, mode)["recompute"] / price.forward_s if price.forward_s else 0.0
+                    again = (
+                        self.layer_parts(i, mode, segment)["recompute"] / price.forward_s if price.forward_s else 0.0
+                    )
                     total += n * (price.forward_flops * (1 + again) + price.backward_flops)
             total += sum(unit.price.forward_flops + unit.price.backward_flops for unit in self.end_units(s))
         d = self.setting.degrees

@@ -54,6 +54,7 @@ class StackTraits:
     sums_replicas_once      hybrid shards are summed over their copies once a step, not each micro-batch
     scatters_stage_outputs  a replicated stream is cut over tp for the way between stages and gathered behind it
     bucket_bytes            gradients summed at a time without ZeRO
+    stops_early             recomputation ends when it has all that backward reads (torch's checkpoint)
     """
 
     attention: str = "flash"
@@ -78,6 +79,7 @@ class StackTraits:
     sums_replicas_once: bool = False
     scatters_stage_outputs: bool = True
     bucket_bytes: float = math.inf
+    stops_early: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,13 +120,14 @@ class Unit:
 
 
 class _Shares(NamedTuple):
-    """Seconds of some of a layer's kernels: attention forward and backward, weight gradients, and by mode what is
-    computed again."""
+    """Seconds of some of a layer's kernels: attention forward and backward, weight gradients, by mode what is
+    computed again, and of a whole layer what is computed until all that backward reads is there."""
 
     attention_forward_s: float
     attention_backward_s: float
     weights_s: float
     again_s: Mapping[str, float]
+    early_s: float
 
 
 @lru_cache(maxsize=4096)
@@ -142,7 +145,8 @@ def _shares(work: BlockWork, machine: Machine) -> _Shares:
         "full": float(seconds.sum()),
     }
     weights_s = float(back[backward.is_matmul & (backward.backward == 2)].sum())
-    return _Shares(core_s, float(back[backward.is_attention].sum()), weights_s, again)
+    return _Shares(core_s, float(back[backward.is_attention].sum()), weights_s, again,
+                   float(seconds[: work.again].sum()))  # fmt: skip
 
 
 class StepPrice:
@@ -165,11 +169,13 @@ class StepPrice:
 
     # --- every micro-batch --------------------------------------------------------------------------------------------
 
-    def layer(self, unit: Unit, mode: str) -> dict[str, float]:
-        """One layer, recomputed by `mode`."""
+    def layer(self, unit: Unit, mode: str, together: int = 1) -> dict[str, float]:
+        """One layer, recomputed by `mode`; where `together` are recomputed whole, all but the last run to their end."""
         price, shares = unit.price, _shares(unit.work, self.machine)
-        again_s = shares.again_s[mode]
-        again_tp_s = self._tp_again_s(unit, mode)
+        again_s, again_tp_s = shares.again_s[mode], self._tp_again_s(unit, mode)
+        if mode == "full" and self.traits.stops_early:
+            again_s -= (again_s - shares.early_s) / together
+            again_tp_s -= (again_tp_s - price.repeated_communication_s) / together
         tp_s = price.forward_communication_s + price.backward_communication_s + again_tp_s
         return {
             "forward": price.forward_s,

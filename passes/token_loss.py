@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from dataclasses import replace
 from typing import Any
 
 import sympy
@@ -28,7 +29,7 @@ from autopar.passes.prepare import copy_graph
 from autopar.plan import Plan
 from autopar.runtime.tokens import over_replicas
 
-__all__ = ["cuts_batch", "sum_loss", "token_count"]
+__all__ = ["cuts_batch", "sum_loss", "summed", "token_count"]
 
 aten = torch.ops.aten
 
@@ -59,6 +60,12 @@ def sum_loss(graph_module: fx.GraphModule, traced: TracedModel, plan: Plan, *, o
     else:
         output.args = ((vector,),)
     return _clean(graph_module)
+
+
+def summed(traced: TracedModel, plan: Plan) -> TracedModel:
+    """The model with `loss_sum` as its only output, as a step runs it."""
+    graph_module = sum_loss(copy_graph(traced.graph_module), traced, plan)
+    return replace(traced, graph_module=graph_module, outputs=("loss_sum",))
 
 
 def token_count(traced: TracedModel, plan: Plan) -> fx.GraphModule:

@@ -117,11 +117,11 @@ def test_5_checkpoints(llama: TracedModel) -> None:
     saved = 1 - (-(-layers // every) * border + every * layer) / (layers * layer)
     assert_stated(5, f"{100 * saved:.0f} % of the activations saved")
     single = dataclasses.replace(ClusterSpec.preset("dgx-a100-80g"), num_devices=1, links=())
-    pins = Pins(microbatch=1, checkpoint="full")
+    pins = Pins(microbatch=1, checkpoint="full", checkpoint_segment=every)
     parts = search(llama, single, TrainSpec(global_batch=4, seq_len=4096), pins).plan.prediction["time_s"]
-    # The prologue and epilogue do not run again: 1 % of the forward here.
-    assert parts["recompute"] / parts["forward"] == pytest.approx(1.0, abs=0.02)
-    assert_stated(5, "100 % more forward")
+    # Neither run again: the ends (1 % of the forward here), and of every third layer the product that nothing reads.
+    again = 100 * parts["recompute"] / parts["forward"]
+    assert again == pytest.approx(_number(5, r"([\d.]+) % more forward, "), abs=1.0)
     share = 100 * parts["recompute"] / (parts["recompute"] + parts["forward"] + parts["backward"])
     assert share == pytest.approx(_number(5, r"([\d.]+) % of the executed work"), abs=1.5)
 

@@ -16,8 +16,6 @@ from autopar.dryrun.result import CollectiveRow, DryRun, MemoryRow, RankReport
 from autopar.errors import SpecError
 from autopar.ir import TracedModel
 from autopar.models import ModelSource
-from autopar.passes.prepare import copy_graph
-from autopar.passes.token_loss import sum_loss
 from autopar.plan import Plan
 from autopar.runtime.precision import in_dtype
 from autopar.trace import trace
@@ -45,8 +43,7 @@ def dry_run_captured(
         ranks = [plan.degrees.rank(pp=place) for place in range(plan.degrees.pp)]
     _check_ranks(plan, ranks)
     stages = passes.apply(traced, plan)
-    summed_graph = sum_loss(copy_graph(traced.graph_module), traced, plan)
-    summed = replace(traced, graph_module=summed_graph, outputs=("loss_sum",))
+    summed = passes.summed(traced, plan)
     measured = [measure_rank(traced, plan, stages, rank, optimizer) for rank in ranks]
     reports = [_report(rank, plan, summed) for rank in measured]
     return DryRun(plan, tuple(reports), traced.notices, _broken_boundaries(measured))

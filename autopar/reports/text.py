@@ -264,9 +264,15 @@ def _placement_meaning(text: str, tp: int) -> str:
 
 
 def _collective_table(collectives: Sequence[Mapping[str, Any]]) -> Table:
-    table = _table("collective", "axis", "tensor", "times", numbers=2, from_column=2)
+    table = _table("for", "collective", "axis", "tensor", "times", numbers=2, from_column=3)
     for entry in collectives:
-        table.add_row(entry["kind"], entry["axis"], bytes_text(entry["bytes"]), f"{entry['count']:,}")
+        table.add_row(
+            str(entry.get("purpose", "")),
+            entry["kind"],
+            entry["axis"],
+            bytes_text(entry["bytes"]),
+            f"{entry['count']:,}",
+        )
     return table
 
 
