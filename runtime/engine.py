@@ -179,13 +179,15 @@ class ParallelModule(nn.Module):
         cls may be any factory that takes a list of groups. A rank holds slices of tensors: whether an optimizer works
         element by element is found out by a few steps on tiny tensors. One that reads whole tensors (Adafactor, Muon)
         gets them, each on one of the ranks that hold its slices (runtime/stand_ins.py); one that reads all parameters
-        together (LBFGS) is refused with SpecError where ranks hold some of them.
+        together (LBFGS) is refused with SpecError where ranks hold some of them. Collective, and so are the steps of
+        one that gets whole tensors: every rank steps, or none.
         """
         check_patterns([*(groups or {}), *(only or ())], list(self.traced.parameters))
         made = new_optimizer(cls, self._state, self.world, groups or {}, options, only=only)
-        self._guard.passed.add(made)
-        self._observed.add_optimizer(made)
-        return made
+        self._guard.allow(made.optimizer)
+        self._observed.add_optimizer(made.optimizer)
+        self.notices += made.notices
+        return made.optimizer
 
     def monitor(self, path: str | Path | None = None, **options: Any) -> Monitor:
         """Measure every step from now on: time by part and rank, stragglers, memory; see runtime/monitor.py.

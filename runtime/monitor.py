@@ -18,9 +18,11 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from autopar.checks import require_count
 from autopar.errors import SpecError
@@ -102,6 +104,13 @@ class Monitor:
         self._loss: torch.Tensor | None = None
         self.open = True
         attach(self.clock)
+        self._watched: WeakSet[torch.optim.Optimizer] = WeakSet()
+        self._optimizer_begun_s = 0.0
+        # Hooks of all optimizers surround their own, which may gather and scatter (runtime/stand_ins.py).
+        self._hooks = (
+            register_optimizer_step_pre_hook(self._optimizer_begins),
+            register_optimizer_step_post_hook(self._optimizer_ends),
+        )
 
     def close(self) -> None:
         """Write what is left and stop measuring."""
@@ -112,6 +121,8 @@ class Monitor:
         if self._steps:
             self._record()
         detach(self.clock)
+        for hook in self._hooks:
+            hook.remove()
         if self._writer is not None:
             self._writer.close()
 
@@ -140,14 +151,16 @@ class Monitor:
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
         """Count the time inside its steps."""
-        started: list[float] = []
-        optimizer.register_step_pre_hook(lambda *_: started.append(time.perf_counter()))
+        self._watched.add(optimizer)
 
-        def finished(*_: Any) -> None:
+    def _optimizer_begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if optimizer in self._watched:
+            self._optimizer_begun_s = time.perf_counter()
+
+    def _optimizer_ends(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if optimizer in self._watched:
             self._synchronize()
-            self._seconds["optimizer"] += time.perf_counter() - started.pop()
-
-        optimizer.register_step_post_hook(finished)
+            self._seconds["optimizer"] += time.perf_counter() - self._optimizer_begun_s
 
     def _synchronize(self) -> None:
         if self.clock.cuda:

@@ -1,14 +1,14 @@
-"""Optimizers over what a rank holds: groups by original name, stand-ins where they
-need them, and refusal of what could not be exact."""
+"""Optimizers over what a rank holds: groups by original name, stand-ins where they need them, and refusal of what could
+not be exact."""
 
 from __future__ import annotations
 
 import gc
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet, ref
 
 import torch
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autopar.errors import AutoparError, SpecError, nearest
-from autopar.runtime.optimizer_probe import Factory, made, reads_across, unable_to_step
+from autopar.runtime.optimizer_probe import Factory, made, name_of, reads_across, unable_to_step
 from autopar.runtime.stand_ins import LocalTensors, StandIns, WholeTensors
 from autopar.runtime.state import LocalState
 from autopar.runtime.world import World
@@ -25,51 +25,61 @@ from autopar.runtime.world import World
 __all__ = ["OptimizerGuard", "check_patterns", "new_optimizer", "refuse_stale_optimizers"]
 
 
+class NewOptimizer(NamedTuple):
+    """An optimizer, and what is to be said about it."""
+
+    optimizer: torch.optim.Optimizer
+    notices: list[str]
+
+
 def new_optimizer(
-    cls: Callable[..., torch.optim.Optimizer],
+    cls: Factory,
     state: LocalState,
     world: World,
     groups: Mapping[str, Mapping[str, Any]],
     options: Mapping[str, Any],
     *,
     only: Collection[str] | None = None,
-) -> torch.optim.Optimizer:
-    """`cls` over the trainable parameters of `state`, of those that a pattern of `only` matches if there are any.
+) -> NewOptimizer:
+    """`cls` over the trainable parameters of `state`, of those that a pattern of `only` matches if it is given.
 
     `groups` maps name patterns (`*.bias`) to a group's own options. The first pattern that matches holds. Groups come
     in the order of `groups`, with what matches none last. A rank whose slice of the model has no parameter of a group
     gets the group empty, so that all ranks have the same groups. One that cannot step what ranks hold of the parameters
     gets stand-ins. Raises SpecError for an optimizer that reads all parameters together, where ranks hold some of them.
+    Collective.
     """
     wanted = ("*",) if only is None else tuple(only)
+    if not wanted:
+        raise SpecError(
+            "only=[] leaves it nothing to train", where="pm.optimizer", try_="names, patterns, or no `only`"
+        )
     trained = {n: p for n, p in state.named_parameters() if p.requires_grad and any(fnmatchcase(n, w) for w in wanted)}
-    stand_ins = _stand_ins(cls, options, state, world, trained)
+    stand_ins = _stand_ins(cls, options, list(groups.values()), state, world, trained)
     members: dict[str | None, list[nn.Parameter]] = {pattern: [] for pattern in groups}
     members[None] = []
     for name, parameter in trained.items():
         stepped = parameter if stand_ins is None else stand_ins.of(name)
         if stepped is not None:
             members[next((g for g in groups if fnmatchcase(name, g)), None)].append(stepped)
-    listed: list[dict[str, Any]] = []
-    for pattern, own in members.items():
-        chosen = {} if pattern is None else dict(groups[pattern])
-        listed += [{"params": part, **chosen} for part in _by_kind(own)]
+    listed = [{"params": own, **({} if g is None else groups[g])} for g, own in members.items()]
     optimizer = made(cls, listed, options)
-    given = {id(p) for group in listed for p in group["params"]}
+    given = {id(p) for own in members.values() for p in own}
     if any(id(p) not in given for group in optimizer.param_groups for p in group["params"]):
         raise SpecError(
-            f"{_name(cls)} holds other parameters than it was given, which nothing trains",
+            f"{name_of(cls)} holds other parameters than it was given, which nothing trains",
             where="optimizer",
             try_="a factory that passes its first argument on",
         )
     if stand_ins is not None:
         stand_ins.attach(optimizer)
-    return optimizer
+    return NewOptimizer(optimizer, [] if stand_ins is None else [f"{name_of(cls)} {stand_ins.reason}"])
 
 
 def _stand_ins(
-    cls: Callable[..., torch.optim.Optimizer],
+    cls: Factory,
     options: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]],
     state: LocalState,
     world: World,
     trained: Mapping[str, nn.Parameter],
@@ -78,40 +88,42 @@ def _stand_ins(
     reason = None if world.alone else unable_to_step(cls, options, world.device)
     if reason is not None:
         raise SpecError(
-            f"{_name(cls)} cannot step what a rank holds: {reason}",
+            f"{name_of(cls)} cannot step what a rank holds: {reason}",
             where="optimizer",
             try_="other options of it, or AdamW or SGD",
         )
     cut = world.size("tp") > 1 or state.sharded
-    across = reads_across(cls, options, world.device) if cut or world.size("pp") > 1 else None
+    parted = cut or world.size("pp") > 1
+    across = reads_across(cls, options, [*groups, {}], world.device) if parted else None
     if across == "parameters":
         raise SpecError(
-            f"{_name(cls)} reads all parameters together, and ranks hold some of them",
+            f"{name_of(cls)} reads all parameters together, and ranks hold some of them",
             where="optimizer",
             try_="one that works tensor by tensor (AdamW, SGD, Adafactor), or a plan with tp 1, pp 1 and zero 0",
         )
     if across == "tensors" and cut:
         return WholeTensors(state, world, list(trained))
     shard = next((p for p in trained.values() if isinstance(p, DTensor)), None)
-    if shard is not None and unable_to_step(cls, options, world.device, like=shard):
-        return LocalTensors(state, list(trained))
-    return None
+    if shard is None:
+        return None
+    if not all(isinstance(p, DTensor) for p in trained.values()):
+        return LocalTensors(state, list(trained), "fused and foreach steps take one kind of tensor at a time")
+    reason = unable_to_step(cls, options, world.device, like=shard)
+    return None if reason is None else LocalTensors(state, list(trained), reason)
 
 
 class OptimizerGuard:
     """Looks at optimizers that users make by hand over the parameters of a rank, at their first step.
 
     pm.optimizer gives what could not step slices something else to step; by hand, it would train another model without
-    a word. `passed`: those that may step.
+    a word.
     """
 
     def __init__(self, state: LocalState, world: World) -> None:
-        self.passed: WeakSet[torch.optim.Optimizer] = WeakSet()
-        self._device, self._cut, self._staged = (
-            world.device,
-            world.size("tp") > 1 or state.sharded,
-            world.size("pp") > 1,
-        )
+        self._passed: WeakSet[torch.optim.Optimizer] = WeakSet()
+        self._device = world.device
+        self._cut = world.size("tp") > 1 or state.sharded
+        self._staged = world.size("pp") > 1
         self._held = {id(p) for p in state.parameters.values()}
         self._handle = None if world.alone else register_optimizer_step_pre_hook(partial(_look, ref(self)))
 
@@ -119,21 +131,36 @@ class OptimizerGuard:
         if self._handle is not None:
             self._handle.remove()
 
+    def allow(self, optimizer: torch.optim.Optimizer) -> None:
+        self._passed.add(optimizer)
+
     def look(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise SpecError for one that has to come from pm.optimizer."""
-        if optimizer in self.passed:
+        if optimizer in self._passed:
             return
-        self.passed.add(optimizer)
-        if not any(id(p) in self._held for group in optimizer.param_groups for p in group["params"]):
-            return
-        taken = inspect.signature(type(optimizer)).parameters
+        ours = any(id(p) in self._held for group in optimizer.param_groups for p in group["params"])
+        if ours and (self._cut or self._staged):
+            self._check(optimizer)
+        self._passed.add(optimizer)
+
+    def _check(self, optimizer: torch.optim.Optimizer) -> None:
+        cls = type(optimizer)
+        taken = inspect.signature(cls).parameters
         options = {name: value for name, value in optimizer.defaults.items() if name in taken}
-        across = reads_across(type(optimizer), options, self._device) if self._cut or self._staged else None
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        try:
+            across = reads_across(cls, options, groups, self._device)
+        except SpecError as error:
+            raise SpecError(
+                f"whether {cls.__name__} can step parts of a model cannot be tried: {error.what}",
+                where="optimizer.step",
+                try_="pm.optimizer(factory), where factory(groups) makes it",
+            ) from error
         if across == "parameters" or (across == "tensors" and self._cut):
             raise SpecError(
-                f"{type(optimizer).__name__} reads more than single elements, and this rank holds parts",
+                f"{cls.__name__} reads more than single elements, and this rank holds parts",
                 where="optimizer.step",
-                try_=f"pm.optimizer({type(optimizer).__name__}, ...), which gives it whole tensors where it can",
+                try_=f"pm.optimizer({cls.__name__}, ...), which gives it whole tensors where it can",
             )
 
 
@@ -144,10 +171,6 @@ def _look(guard: ref[OptimizerGuard], optimizer: torch.optim.Optimizer, *_: Any)
         alive.look(optimizer)
 
 
-def _name(cls: Factory) -> str:
-    return getattr(cls, "__name__", "this optimizer")
-
-
 def check_patterns(patterns: Iterable[str], names: list[str]) -> None:
     """Raise SpecError for a pattern that no parameter of the whole model has."""
     for pattern in patterns:
@@ -155,14 +178,6 @@ def check_patterns(patterns: Iterable[str], names: list[str]) -> None:
             raise SpecError(
                 f"no parameter matches {pattern!r}", where="pm.optimizer", try_=nearest(pattern, names[:50])
             )
-
-
-def _by_kind(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Fused and foreach steps of torch take one kind of tensor at a time."""
-    is_sharded = [isinstance(p, DTensor) for p in parameters]
-    if all(is_sharded) or not any(is_sharded):
-        return [parameters]
-    return [[p for p, s in zip(parameters, is_sharded, strict=True) if s is kind] for kind in (True, False)]
 
 
 def refuse_stale_optimizers(model: nn.Module) -> None:

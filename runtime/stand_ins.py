@@ -11,10 +11,8 @@ tensors inside them: no communication.
 
 from __future__ import annotations
 
-import itertools
 import math
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -36,7 +34,13 @@ __all__ = ["LocalTensors", "StandIns", "WholeTensors"]
 
 
 class StandIns(ABC):
-    """Parameters for an optimizer, made from those of `state`. `attach` it to the optimizer that was given them."""
+    """Parameters for an optimizer in place of others. `attach` it to the optimizer that was given them.
+
+    reason: why the optimizer has them, to follow its name. Between steps they have no gradients: clipping belongs to
+    pm.clip_grad_norm_.
+    """
+
+    reason: str
 
     @abstractmethod
     def of(self, name: str) -> nn.Parameter | None:
@@ -81,7 +85,8 @@ class StandIns(ABC):
 class LocalTensors(StandIns):
     """The plain tensors inside of DTensors, sharing their storage."""
 
-    def __init__(self, state: LocalState, names: Sequence[str]) -> None:
+    def __init__(self, state: LocalState, names: Sequence[str], why: str) -> None:
+        self.reason = f"steps the plain tensors inside of sharded ones: {why}"
         self._parameters = {n: state.parameters[n] for n in names if isinstance(state.parameters[n], DTensor)}
         self._plain = {n: nn.Parameter(local_part(p.detach())) for n, p in self._parameters.items()}
         self._others = {n: state.parameters[n] for n in names if n not in self._parameters}
@@ -121,12 +126,13 @@ class _Cut:
         n = self.group.size()
         padded = piece.new_zeros(local_shape(self.shape, self.placement, n))
         padded[tuple(slice(size) for size in piece.shape)] = piece
-        pieces = [torch.empty_like(padded) for _ in range(n)] if self.here else None
+        stacked = padded.new_empty(n, *padded.shape) if self.here else None
+        pieces = None if stacked is None else list(stacked.unbind(0))
         dist.gather(padded, pieces, group=self.group, group_dst=self.owner)
-        if pieces is None:
+        if stacked is None:
             return None
         dim = self.placement.dim
-        return join_shards(torch.stack(pieces), self.placement).narrow(dim, 0, self.shape[dim])
+        return join_shards(stacked, self.placement).narrow(dim, 0, self.shape[dim])
 
     def spread(self, whole: Tensor | None, like: Tensor) -> Tensor:
         """This rank's piece of what the owner has, filled up at the end of the dim. Collective."""
@@ -145,24 +151,19 @@ class _Whole:
     Between steps the stand-in holds no values: those of the parameter are the ones that count, whoever writes them.
     """
 
-    def __init__(self, parameter: nn.Parameter, shard: ParameterShard, cuts: tuple[_Cut, ...]) -> None:
+    def __init__(self, parameter: nn.Parameter, cuts: tuple[_Cut, ...]) -> None:
         self.parameter, self._cuts = parameter, cuts
-        self.tensor: nn.Parameter | None = None
-        if all(cut.here for cut in cuts):
-            local = local_part(parameter.detach())
-            self.tensor = nn.Parameter(torch.empty(shard.shape, dtype=local.dtype, device=local.device))
+        value = self._collect(local_part(parameter.detach()))
+        self.tensor = None if value is None else nn.Parameter(value.contiguous())
 
-    def fill(self, has_gradient: bool) -> None:
-        local = local_part(self.parameter.detach())
+    def fill(self) -> None:
+        local, own = local_part(self.parameter.detach()), self.parameter.grad
         value = self._collect(local)
-        gradient = None
-        if has_gradient:
-            own = self.parameter.grad
-            gradient = self._collect(torch.zeros_like(local) if own is None else local_part(own))
+        gradient = self._collect(torch.zeros_like(local) if own is None else local_part(own))
         if self.tensor is not None:
             assert value is not None
-            self.tensor.data = value.contiguous()
-            self.tensor.grad = None if gradient is None else gradient.contiguous()
+            assert gradient is not None
+            self.tensor.data, self.tensor.grad = value.contiguous(), gradient.contiguous()
 
     @torch.no_grad()
     def hand_back(self) -> None:
@@ -190,39 +191,54 @@ class _Whole:
 
 
 class WholeTensors(StandIns):
-    """Whole tensors in place of cut ones, each on one of the ranks that hold its slices; others as they are."""
+    """Whole tensors in place of cut ones, each on one of the ranks that hold its slices; others as they are.
+
+    Collective. During a step a rank holds value and gradient of all that it steps; the largest tensor is held three
+    times while it is gathered.
+    """
+
+    reason = (
+        "reads whole tensors: each is gathered to one of the ranks that share it, stepped there and scattered again"
+    )
 
     def __init__(self, state: LocalState, world: World, names: Sequence[str]) -> None:
-        self._world = world
-        self._device = world.device
+        self._device, self._tp = world.device, world.group("tp")
         self._data: dist.ProcessGroup | None = None
         self._others: dict[str, nn.Parameter] = {}
         self._wholes: dict[str, _Whole] = {}
-        load: Counter[tuple[int, ...]] = Counter()
+        self._stepped: list[_Whole] = []
+        sharded = next((p for p in state.parameters.values() if isinstance(p, DTensor)), None)
+        if sharded is not None:
+            self._data = sharded.device_mesh.get_group(sharded.device_mesh.ndim - 1)
+        load = torch.zeros([1 if group is None else group.size() for group in (self._data, self._tp)])
         # The largest first, so that the ranks have about the same to step.
         for name in sorted(names, key=lambda n: -math.prod(state.shards[n].shape)):
             parameter, shard = state.parameters[name], state.shards[name]
-            ways = self._ways(parameter, shard)
-            if not ways:
+            cuts = self._cuts(parameter, shard, load)
+            if cuts:
+                self._wholes[name] = _Whole(parameter, cuts)
+            else:
                 self._others[name] = parameter
-                continue
-            owner = min(itertools.product(*(range(group.size()) for group, _, _ in ways)), key=lambda p: (load[p], p))
-            load[owner] += math.prod(shard.shape)
-            cuts = tuple(_Cut(*way, index) for way, index in zip(ways, owner, strict=True))
-            self._wholes[name] = _Whole(parameter, shard, cuts)
 
-    def _ways(
-        self, parameter: nn.Parameter, shard: ParameterShard
-    ) -> list[tuple[dist.ProcessGroup, Placement, tuple[int, ...]]]:
-        ways: list[tuple[dist.ProcessGroup, Placement, tuple[int, ...]]] = []
-        if isinstance(parameter, DTensor):
-            mesh = parameter.device_mesh
-            self._data = mesh.get_group(mesh.ndim - 1)  # FSDP cuts dim 0 over it, as in _Cut
-            ways.append((self._data, Shard(0), tuple(parameter.shape)))
-        tp = self._world.group("tp")
-        if tp is not None and shard.placement.is_shard:
-            ways.append((tp, shard.placement, shard.shape))
-        return ways
+    def _cuts(self, parameter: nn.Parameter, shard: ParameterShard, load: Tensor) -> tuple[_Cut, ...]:
+        """How a parameter is cut, to be stepped by the rank of least `load` (by position on data and tp)."""
+        over_data = isinstance(parameter, DTensor)
+        over_tp = self._tp is not None and shard.placement.is_shard
+        if not over_data and not over_tp:
+            return ()
+        # Copies over an axis that does not cut it are stepped by all who hold one.
+        most = load if over_data else load.amax(0, keepdim=True)
+        most = most if over_tp else most.amax(1, keepdim=True)
+        data, tp = divmod(int(most.argmin()), most.shape[1])
+        load[data if over_data else slice(None), tp if over_tp else slice(None)] += math.prod(shard.shape)
+        cuts = []
+        if over_data:
+            assert self._data is not None
+            cuts.append(_Cut(self._data, Shard(0), tuple(parameter.shape), data))  # FSDP cuts dim 0
+        if over_tp:
+            assert self._tp is not None
+            cuts.append(_Cut(self._tp, shard.placement, shard.shape, tp))
+        return tuple(cuts)
 
     def of(self, name: str) -> nn.Parameter | None:
         return self._wholes[name].tensor if name in self._wholes else self._others[name]
@@ -237,14 +253,16 @@ class WholeTensors(StandIns):
         if not wholes:
             return  # nor has any of the ranks that share this stage
         has = torch.tensor([w.parameter.grad is not None for w in wholes], dtype=torch.int32, device=self._device)
-        for group in (self._data, self._world.group("tp")):
+        for group in (self._data, self._tp):
             if group is not None:
                 dist.all_reduce(has, dist.ReduceOp.MAX, group=group)
-        for whole, gradient in zip(wholes, has.tolist(), strict=True):
-            whole.fill(bool(gradient))
+        # One without a gradient on every rank is not stepped: a step that was skipped moves nothing.
+        self._stepped = [whole for whole, gradient in zip(wholes, has.tolist(), strict=True) if gradient]
+        for whole in self._stepped:
+            whole.fill()
 
     def hand_back(self) -> None:
-        for whole in self._wholes.values():
+        for whole in self._stepped:
             whole.hand_back()
 
     def originals(self) -> Sequence[nn.Parameter]:
