@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from autopar import passes
 from autopar.cost_model.objectives import search_for
 from autopar.cost_model.search import SearchResult
 from autopar.cost_model.step_collectives import rank_collectives
-from autopar.errors import AutoparError, SpecError, UnsupportedModelError
+from autopar.errors import AutoparError, PlanMismatchError, SpecError, UnsupportedModelError
 from autopar.export import LossFn
 from autopar.ir import TracedModel
 from autopar.models import example_from_config
@@ -29,6 +29,7 @@ from autopar.runtime.calls import WholeGraph
 from autopar.runtime.engine import ParallelModule
 from autopar.runtime.launch import join_torchrun
 from autopar.runtime.limits import model_precision
+from autopar.runtime.programs import Program
 from autopar.runtime.stage import set_training
 from autopar.search_spec import SearchSpec
 from autopar.specs import ClusterSpec, Pins, TrainSpec
@@ -122,10 +123,20 @@ def parallelize(
     if plan is None:
         plan, result = _plan_on_rank_zero(traced, cluster, train, pins, search)
     report = _Report(plan, result, cluster, traced)
-    batch = _example(model, example, train)
-    evaluated = cache(partial(_capture, model, batch, loss_fn, precision, training=False))
-    pm = build(model, traced, plan, device=device, report=report, evaluated=evaluated, **options)
+
+    def captured(arguments: Mapping[str, Any]) -> Captured:
+        return _capture(model, arguments, loss_fn, precision), evaluation(arguments)
+
+    def evaluation(batch: Any) -> Callable[[], TracedModel]:
+        return cache(partial(_capture, model, batch, loss_fn, precision, training=False))
+
+    evaluated = evaluation(_example(model, example, train))
+    pm = build(model, traced, plan, device=device, report=report, evaluated=evaluated, again=captured, **options)
     return pm.train(model.training)
+
+
+Captured: TypeAlias = "tuple[TracedModel, Callable[[], TracedModel] | None]"
+"""A capture in training mode, and how to get one in evaluation mode."""
 
 
 def build(
@@ -135,6 +146,7 @@ def build(
     *,
     seed: int = 0,
     evaluated: Callable[[], TracedModel] | None = None,
+    again: Callable[[Mapping[str, Any]], Captured] | None = None,
     **options: Any,
 ) -> ParallelModule:
     """Rewrite a prepared model by a plan and put it on this process's device. Collective.
@@ -143,6 +155,7 @@ def build(
     seed: of dropout, and of the initial weights of a model that was built on the meta device.
     evaluated: captures the model in evaluation mode, which may run other code than training does; without it dropout is
     switched off and nothing else.
+    again: captures the model for arguments that differ in what is no tensor; without it they are refused.
     """
     if traced.unknown_buffers:
         raise SpecError(
@@ -150,26 +163,48 @@ def build(
             where="model",
             try_="build it on the CPU; for planning alone autopar.plan needs no values",
         )
-    if passes.draws_randomly(traced.graph_module.graph):
-        traced = replace(traced, inputs=(*traced.inputs, passes.row_ids_spec(traced.batch)))
-    otherwise = None if evaluated is None else partial(_evaluates_otherwise, traced, evaluated)
-    whole = None
-    if plan.degrees.pp == 1:
-        whole = partial(_whole, traced, plan, seed, evaluated)
-    called_only = traced.loss is None and plan.degrees.pp == 1  # no step to take: the user makes a loss of the outputs
-    stages = passes.apply(traced, plan, seed=seed, outputs="all" if called_only else "loss")
     options.setdefault("device", join_torchrun())
     return ParallelModule(
         model,
-        traced,
+        _program(traced, evaluated, plan, seed),
         plan,
-        stages,
-        token_count=None if called_only else passes.token_count(traced, plan),
-        whole=whole,
+        again=None if again is None else lambda arguments: _another_program(*again(arguments), plan, seed),
         seed=seed,
-        evaluates_otherwise=otherwise,
         **options,
     )
+
+
+def _program(traced: TracedModel, evaluated: Callable[[], TracedModel] | None, plan: Plan, seed: int) -> Program:
+    """What a plan makes of a capture."""
+    if passes.draws_randomly(traced.graph_module.graph):
+        traced = replace(traced, inputs=(*traced.inputs, passes.row_ids_spec(traced.batch)))
+    called_only = traced.loss is None and plan.degrees.pp == 1  # no step to take: the user makes a loss of the outputs
+    return Program(
+        traced,
+        passes.apply(traced, plan, seed=seed, outputs="all" if called_only else "loss"),
+        None if called_only else passes.token_count(traced, plan),
+        whole=partial(_whole, traced, plan, seed, evaluated) if plan.degrees.pp == 1 else None,
+        evaluates_otherwise=None if evaluated is None else partial(_evaluates_otherwise, traced, evaluated),
+    )
+
+
+def _another_program(
+    traced: TracedModel, evaluated: Callable[[], TracedModel] | None, plan: Plan, seed: int
+) -> Program:
+    """The same, where the plan was made for another capture of the same model: placements of single ops may name none
+    of this one's, or others than were meant. Then they follow from the parameters'."""
+    fitting = _of_other_graph(plan, traced)
+    try:
+        return _program(traced, evaluated, fitting, seed)
+    except PlanMismatchError:
+        return _program(traced, evaluated, replace(fitting, ops={}), seed)
+
+
+def _of_other_graph(plan: Plan, traced: TracedModel) -> Plan:
+    """`plan` without what it says of ops that this graph does not have."""
+    keys = [n.meta["key"] for n in traced.graph_module.graph.nodes if n.op == "call_function"]
+    there = {k: v for k, v in plan.ops.items() if k in keys or any(match_path(k, key) for key in keys)}
+    return replace(plan, ops=there, fingerprints={})  # both are of the other graph
 
 
 def _whole(
@@ -178,9 +213,7 @@ def _whole(
     """The graph of all the user's outputs in one mode."""
     if not training and evaluated is not None:
         traced = evaluated()
-        keys = [n.meta["key"] for n in traced.graph_module.graph.nodes if n.op == "call_function"]
-        there = {k: v for k, v in plan.ops.items() if k in keys or any(match_path(k, key) for key in keys)}
-        plan = replace(plan, ops=there, fingerprints={})  # both are of the training graph, dropout included
+        plan = _of_other_graph(plan, traced)
     stage = passes.apply(traced, plan, outputs="all", seed=seed)[0]
     counted = None
     if traced.loss is not None:

@@ -23,6 +23,7 @@ from autopar.errors import SpecError, nearest
 
 __all__ = [
     "CallSignature",
+    "as_call",
     "call_arguments",
     "flat_names",
     "forward_defaults",
@@ -125,6 +126,14 @@ def graph_names(leaves: Sequence[str]) -> dict[str, str]:
         names[leaf] = leaf if plain == leaf and leaf not in _RESERVED else next(n for n in free if n not in taken)
         taken.add(names[leaf])
     return names
+
+
+def as_call(batch: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """A batch as positional and keyword arguments: a mapping of arguments, a sequence of positional ones, or the one
+    argument."""
+    if hasattr(batch, "keys"):  # a Mapping, or a tokenizer's BatchEncoding, which is none
+        return (), {str(key): batch[key] for key in batch.keys()}  # noqa: SIM118
+    return (batch if isinstance(batch, list | tuple) else (batch,)), {}
 
 
 def call_arguments(

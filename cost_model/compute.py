@@ -96,8 +96,8 @@ def op_cost(node: fx.Node, sizes: ElementSizes) -> OpCost:
                       (backward, *(0.0 for _ in in_bytes[1:])), 0.0, launches=_CROSS_ENTROPY_LAUNCHES)  # fmt: skip
     if name == "rms_norm":
         rows = (_RMS_NORM_PASSES * in_bytes[0], *in_bytes[1:])
-        return OpCost("memory", zero, zero, zero, rows, out_bytes, (2.0 * backward, 0.0), backward,
-                      launches=_RMS_NORM_LAUNCHES)  # fmt: skip
+        return OpCost("memory", zero, zero, zero, rows, out_bytes, (2.0 * backward, *(0.0 for _ in in_bytes[1:])),
+                      backward, launches=_RMS_NORM_LAUNCHES)  # fmt: skip
     reads = tuple((2.0 if name not in ("add", "sub") else 0.0) * g for g in grads)
     return OpCost("memory", zero, zero, zero, in_bytes, out_bytes, reads, backward * (name not in ("add", "sub")))
 

@@ -9,7 +9,7 @@ without a pattern: heads of q, k and v seen backwards through view and split are
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Collection, Container, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -167,15 +167,17 @@ _ATTENTION = ("scaled_dot_product_attention",)
 
 
 def attention_over_sequence(node: fx.Node) -> tuple[Strategy, ...]:
-    """Queries cut over the sequence. Without a mask keys may be cut too (the kernel goes round the ranks); with one, or
-    with dropout, every rank has all keys and its rows of the mask."""
+    """Queries cut over the sequence. Without a mask keys are cut too (the kernel goes round the ranks); with one, with
+    dropout, or where keys have another length, every rank has all keys and its rows of the mask."""
     tensors = tensor_arguments(node)
     if len(node.meta["shape"]) != 4 or len(tensors) != len(node.all_input_nodes):
         return ()
     dropout = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
     causal = node.args[5] if len(node.args) > 5 else node.kwargs.get("is_causal", False)
-    rows = Shard(2)
-    if len(tensors) == 3 and not dropout:
+    rows, (whole, *whole_keys) = Shard(2), ((2, 1) not in _sequence_dims(t) for t in tensors[:3])
+    if whole:
+        return ()
+    if len(tensors) == 3 and not dropout and not any(whole_keys):
         return (Strategy((rows, rows, rows), rows),)
     if causal:
         return ()
@@ -208,9 +210,9 @@ def _seeds(relations: Mapping[fx.Node, _Relation], axis: str) -> Shards:
     return seeds
 
 
-def _sequence_dims(node: fx.Node) -> Iterable[Shard2]:
+def _sequence_dims(node: fx.Node) -> Collection[Shard2]:
     shape = _shape(node)
-    return ((d, 1) for d, size in enumerate(shape) if isinstance(size, sympy.Symbol) and size.name == "seq")
+    return tuple((d, 1) for d, size in enumerate(shape) if isinstance(size, sympy.Symbol) and size.name == "seq")
 
 
 def _fixpoint(relations: Mapping[fx.Node, _Relation], seeds: Shards, splits: Splits) -> Shards:

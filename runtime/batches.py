@@ -1,4 +1,4 @@
-"""From the user's batch to this rank's rows: bound to the graph's inputs, cut over dp, padded where that shows nowhere.
+"""From a batch bound to the graph's inputs to this rank's rows: cut over dp, padded where that shows nowhere.
 
 Padding adds to no loss term: added tokens come at the end of causal sequences and have no target; added rows repeat the
 last one without its targets.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -26,34 +26,33 @@ from autopar.runtime.sequence import pad_sequences
 from autopar.runtime.tokens import TokenCounter
 from autopar.runtime.world import World
 
-__all__ = ["ROW_IDS", "BatchIntake"]
+__all__ = ["ROW_IDS", "BatchIntake", "RowsSeen"]
 
 ROW_IDS = "row_ids"
 """Input that passes add where dropout has to know which rows it sees."""
 
 
-class BatchIntake:
-    """Prepares batches for one plan."""
+@dataclass
+class RowsSeen:
+    """Rows since training began: what the masks of dropout go by."""
 
-    def __init__(self, traced: TracedModel, plan: Plan, world: World, counter: TokenCounter) -> None:
+    count: int = 0
+
+
+class BatchIntake:
+    """Prepares batches of one program for one plan. `rows_seen` is shared by the programs of a model."""
+
+    def __init__(
+        self, traced: TracedModel, plan: Plan, world: World, counter: TokenCounter, rows_seen: RowsSeen | None = None
+    ) -> None:
         self._traced, self._plan, self._world, self._counter = traced, plan, world, counter
+        self._rows_seen = rows_seen or RowsSeen()
         cores = attention_cores([n for n in traced.graph_module.graph.nodes if n.op == "call_function"])
         self._causal = all(len(core) == 1 and _is_causal(core[0]) for core in cores)
-        self._rows_seen = 0
         self._limits = IndexLimits(traced)
         self._hides_rows = counter.hides_rows and _only_targets(traced, counter.inputs)
         targets = [spec for spec in traced.inputs if spec.name in counter.inputs]
         self._hides_tokens = self._hides_rows and all(s.seq_dim is not None for s in targets) and not _pools(traced)
-
-    def bind(self, batch: Any) -> dict[str, Tensor]:
-        """A mapping of arguments, a sequence of positional ones, or the one argument -> graph inputs by name."""
-        if hasattr(batch, "keys"):  # a Mapping, or a tokenizer's BatchEncoding, which is none
-            return self.call((), {str(key): batch[key] for key in batch.keys()})  # noqa: SIM118
-        return self.call(batch if isinstance(batch, list | tuple) else (batch,), {})
-
-    def call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The arguments of a call as graph inputs by name, of sizes the graph is valid for."""
-        return fitting(self._traced, self._traced.signature.bind(args, kwargs))
 
     def numbered(self, inputs: dict[str, Tensor], every: Sequence[int] | None = None) -> dict[str, Tensor]:
         """With the number of every row since training began, if dropout reads it; `every`: rows of each dp rank, if
@@ -61,26 +60,26 @@ class BatchIntake:
         if all(spec.name != ROW_IDS for spec in self._traced.inputs):
             return inputs
         rows = self._rows_of(inputs)
-        first = self._rows_seen + (0 if every is None else sum(every[: self._world.position["dp"]]))
-        self._rows_seen += rows if every is None else sum(every)
+        first = self._rows_seen.count + (0 if every is None else sum(every[: self._world.position["dp"]]))
+        self._rows_seen.count += rows if every is None else sum(every)
         return {**inputs, ROW_IDS: torch.arange(first, first + rows)}
 
     def _rows_of(self, inputs: dict[str, Tensor]) -> int:
         return row_count([s for s in self._traced.inputs if s.name != ROW_IDS], inputs)
 
-    def _prepared(self, batch: Any) -> tuple[dict[str, Tensor], int]:
+    def _prepared(self, bound: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], int]:
         """The batch as graph inputs, padded to lengths that cut, and its rows. Raises SpecError if it does not fit."""
-        inputs = self.padded_sequences(self.bind(batch))
+        inputs = self.padded_sequences(fitting(self._traced, bound))
         return inputs, self._rows_of(inputs)
 
-    def _own_batch(self, batch: Any) -> tuple[dict[str, Tensor], list[int]]:
+    def _own_batch(self, bound: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[int]]:
         """As `_prepared`, with the rows each dp rank brings: all refuse alike, also what only one of them sees.
         Collective."""
         refused: AutoparError | None = None
         inputs: dict[str, Tensor] = {}
         own = -1
         try:
-            inputs, own = self._prepared(batch)
+            inputs, own = self._prepared(bound)
         except AutoparError as error:
             refused = error
         rows = torch.zeros(self._world.size("dp"), dtype=torch.int64, device=self._world.device)
@@ -106,15 +105,15 @@ class BatchIntake:
                 try_=f"{max(every)} rows on every rank, or zero 0",
             )
 
-    def step_rows(self, batch: Any, local: bool) -> tuple[dict[str, Tensor], int]:
+    def step_rows(self, bound: Mapping[str, Tensor], local: bool) -> tuple[dict[str, Tensor], int]:
         """This rank's rows of a training batch on its device, and the micro-batches they make.
 
         Rows that do not divide are padded, unless each rank brings its own or the loss would see it: SpecError.
         """
         if local:
-            inputs, every = self._own_batch(batch)
+            inputs, every = self._own_batch(bound)
         else:
-            inputs, rows = self._prepared(batch)
+            inputs, rows = self._prepared(bound)
             every = [rows]
         inputs = self.numbered(inputs, every if local else None)
         unit = self._plan.micro_batch if local else self._world.size("dp") * self._plan.micro_batch

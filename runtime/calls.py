@@ -6,18 +6,20 @@ own capture, which says what its outputs are and what its loss is divided by.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
 from autopar.errors import AutoparError
 from autopar.ir import StageGraph, TracedModel
 from autopar.plan import Plan
 from autopar.runtime.batches import BatchIntake
+from autopar.runtime.gathered import gathered
 from autopar.runtime.outputs import WholeForward
 from autopar.runtime.reducer import GradientReducer
+from autopar.runtime.rows import fitting
 from autopar.runtime.sequence import sequence_length
 from autopar.runtime.stage import set_training
 from autopar.runtime.tokens import TokenCounter
@@ -65,10 +67,10 @@ class CalledModel:
         self._world, self._intake, self._reducer = world, intake, reducer
         self._modes: dict[bool, _Mode] = {}
 
-    def __call__(self, training: bool, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def __call__(self, training: bool, bound: Mapping[str, Tensor]) -> Any:
         """The outputs of one mode for the global batch, whole. Raises AutoparError under pipeline parallelism."""
         mode = self._mode(training)
-        inputs = mode.intake.numbered(mode.intake.call(args, kwargs))
+        inputs = mode.intake.numbered(fitting(mode.traced, bound))
         padded = mode.intake.padded_sequences(inputs)
         length = None if padded is inputs else sequence_length(mode.traced.inputs, inputs)
         own = mode.intake.own_rows(padded)
@@ -86,7 +88,7 @@ class CalledModel:
         return self._modes[training]
 
     def _new_mode(self, whole: WholeGraph, training: bool) -> _Mode:
-        graph = self._localize(whole.stage)
+        graph = gathered(self._localize(whole.stage), self._plan)
         set_training(graph, training)
         counter = TokenCounter.on(self._world, whole.token_count)
         same = whole.traced is self._traced

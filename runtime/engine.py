@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
+from autopar.binding import as_call
 from autopar.errors import AutoparError
-from autopar.ir import StageGraph, TracedModel
 from autopar.plan import Plan
-from autopar.runtime.batches import BatchIntake
-from autopar.runtime.calls import CalledModel, WholeGraph
+from autopar.runtime.batches import RowsSeen
 from autopar.runtime.grad_norm import GradientNorm
 from autopar.runtime.judge import StepJudge
 from autopar.runtime.limits import check_axes, refuse_unbuilt
@@ -28,14 +27,12 @@ from autopar.runtime.observation import Observation
 from autopar.runtime.optimizer import OptimizerGuard, check_patterns, new_optimizer, refuse_stale_optimizers
 from autopar.runtime.overlap import AppliedOverlap
 from autopar.runtime.parameter_watch import ParameterWatch, refuse_hooks
-from autopar.runtime.reductions import gradient_reducer
-from autopar.runtime.stage import localize, set_training
+from autopar.runtime.programs import Program, Programs, Shared
+from autopar.runtime.reducer import GradientReducer
+from autopar.runtime.stage import set_training
 from autopar.runtime.state import LocalState
 from autopar.runtime.step_trace import StepTrace
-from autopar.runtime.tokens import TokenCounter
-from autopar.runtime.training_step import TrainingStep
 from autopar.runtime.world import World
-from autopar.runtime.zero import shard_stage
 
 __all__ = ["ParallelModule"]
 
@@ -43,11 +40,8 @@ __all__ = ["ParallelModule"]
 class ParallelModule(nn.Module):
     """A model cut by a plan. Collective: every rank builds it with the same model and plan, and calls it alike.
 
-    stages       one graph per pipeline stage; this rank runs those at its position on pp, and every pp-th after it
-    token_count  graph from model inputs to what the terms of the loss are divided by; see passes/token_loss.py
-    whole        `whole(training)` builds the graph with all the user's outputs in training or evaluation mode, for
-                 `pm(**batch)`; see runtime/calls.py. None under pipeline parallelism
-    evaluates_otherwise  whether forward in evaluation mode differs by more than dropout: then `step` only trains
+    program      the captured model as the plan cuts it; see runtime/programs.py
+    again        captures and rewrites a call that differs from it in what is no tensor; None: such calls are refused
     report       renders what was planned and why
     bucket_bytes, overlap    how data-parallel gradients are reduced: together in buckets, under backward or after it
                  (default: as the plan's `overlap` says)
@@ -61,13 +55,10 @@ class ParallelModule(nn.Module):
     def __init__(
         self,
         model: nn.Module,
-        traced: TracedModel,
+        program: Program,
         plan: Plan,
-        stages: tuple[StageGraph, ...],
         *,
-        token_count: fx.GraphModule | None,
-        whole: Callable[[bool], WholeGraph] | None,
-        evaluates_otherwise: Callable[[], bool] | None = None,
+        again: Callable[[Mapping[str, Any]], Program] | None = None,
         device: torch.device,
         report: Callable[[], str] | None = None,
         bucket_bytes: int = 25 * 2**20,
@@ -77,6 +68,7 @@ class ParallelModule(nn.Module):
         seed: int = 0,
     ) -> None:
         super().__init__()
+        traced, stages = program.traced, program.stages
         refuse_unbuilt(plan, traced, stages)
         self.plan, self.traced = plan, traced
         self.world = World(plan, device)
@@ -93,40 +85,34 @@ class ParallelModule(nn.Module):
                 f"sequence over cp {plan.degrees.cp}"
             )
         self._report = report
-        # Kept in tuples: nn.Module would list the parameters of a child module under paths of its graph.
-        self._graphs: tuple[nn.Module, ...] = tuple(self._local_stage(stage) for stage in self._state.own_stages)
-        self._evaluates_otherwise = evaluates_otherwise
-        counter = TokenCounter.on(self.world, token_count)
-        intake = BatchIntake(traced, plan, self.world, counter)
-        self._reducer = gradient_reducer(
-            self._state,
-            self.world,
-            bucket_bytes=bucket_bytes,
-            overlap="dp_reduce" in plan.overlap if overlap is None else overlap,
-            wide="dp" in self._wide,
-        )
         self._norm = GradientNorm(self._state, self.world)
         self._judge = StepJudge(plan, non_finite, self._norm, self._state, device)
-        self._train = TrainingStep(
+        shared = Shared(
             plan,
-            traced,
-            self._state,
-            self._graphs,
-            world=self.world,
-            counter=counter,
-            intake=intake,
-            reducer=self._reducer,
-            judge=self._judge,
+            self.world,
+            self._judge,
+            RowsSeen(),
+            self._wide,
+            bucket_bytes,
+            "dp_reduce" in plan.overlap if overlap is None else overlap,
         )
-        self._called = CalledModel(
-            plan, traced, whole, self._localize, world=self.world, intake=intake, reducer=self._reducer
-        )
+        self._programs = Programs(program, again, self._state, shared)
         self._observed = Observation(plan, self.world, self._graphs)
         self._guard = OptimizerGuard(self._state, self.world)
         weakref.finalize(self, self._guard.remove)
         held = self._state.parameters
         replaced = [n for n, p in held.items() if self._state.divides(n) or self._state.copies.of.get(n, p) is not p]
         self._watch = ParameterWatch(held if replaced or not self.world.alone else {}, replaced)
+
+    @property
+    def _graphs(self) -> tuple[nn.Module, ...]:
+        """What this rank runs in a step, all programs. In a tuple: nn.Module would list the parameters of a child
+        module under paths of its graph."""
+        return tuple(graph for program in self._programs.running for graph in program.graphs)
+
+    @property
+    def _reducer(self) -> GradientReducer:
+        return self._programs.running[0].reducer
 
     def step(self, batch: Any, *, local: bool = False) -> Tensor:
         """Forward and backward of one global batch; afterwards gradients are complete. Returns the loss, 0-d and the
@@ -135,13 +121,18 @@ class ParallelModule(nn.Module):
         batch: what the model takes (mapping of arguments, sequence of positional ones, or the one argument): the global
         batch, the same on every rank; with `local=True` only the rows of this rank's dp position. Rows must be a
         multiple of dp x micro_batch (local: of micro_batch); more rows than planned are more micro-batches.
-        Raises SpecError for rows that do not divide or inputs that were not captured.
+        A batch that differs from the example in what is no tensor (a flag, a number, an optional mask) is captured
+        anew, once, and told in `notices`. Raises SpecError for rows that do not divide, and where there is no capture.
         """
-        if self.traced.loss is None:
+        args, kwargs = as_call(batch)
+        program, bound = self._programs.of_call(args, kwargs, training=self.training, local=local)
+        if program.traced.loss is None:
             raise AutoparError(
-                "the model returns no loss", where="step", try_="pass labels in the example, or loss_fn to parallelize"
+                "the model returns no loss" + (" for this batch" if self.traced.loss is not None else ""),
+                where="step",
+                try_="pass labels in the example and in every batch, or loss_fn to parallelize",
             )
-        if not self.training and self._evaluates_otherwise is not None and self._evaluates_otherwise():
+        if not self.training and program.evaluates_otherwise is not None and program.evaluates_otherwise():
             raise AutoparError(
                 "forward runs other code in evaluation mode than in training, which step does not have",
                 where="step",
@@ -149,10 +140,15 @@ class ParallelModule(nn.Module):
             )
         self._watch.check()
         if not torch.is_grad_enabled():
-            return self._train.evaluate(batch, local)
-        loss = self._observed.step(lambda: self._train(batch, local))
-        self.notices += self._judge.new_notices()
+            loss = program.step.evaluate(bound, local)
+        else:
+            loss = self._observed.step(lambda: program.step(bound, local))
+        self._take_notices()
         return loss
+
+    def _take_notices(self) -> None:
+        self.notices += [*self._programs.notices, *self._judge.new_notices()]
+        self._programs.notices.clear()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The user's outputs for the global batch, in the user's type, whole on every rank; see runtime/outputs.py.
@@ -160,8 +156,10 @@ class ParallelModule(nn.Module):
         `step` moves less. Raises AutoparError under pipeline parallelism.
         """
         self._watch.check()
+        program, bound = self._programs.of_call(args, kwargs, training=self.training)
+        self._take_notices()
         self._state.copies.follow()
-        return self._called(self.training, args, kwargs)
+        return program.call(self.training, bound)
 
     def optimizer(
         self,
@@ -267,16 +265,6 @@ class ParallelModule(nn.Module):
         raise AutoparError(
             "a parallel module cannot be moved or cast", try_="move or cast the model before parallelize"
         )
-
-    def _localize(self, stage: StageGraph) -> fx.GraphModule:
-        tensors = self._state.tensors_of(stage)
-        return localize(stage.graph_module, tensors, self.world.group_names(), self.world.device, self._wide)
-
-    def _local_stage(self, stage: StageGraph) -> nn.Module:
-        graph = self._localize(stage)
-        if not self.plan.zero or self.world.data_mesh is None:
-            return graph
-        return shard_stage(graph, stage, self._state, self.world, self.plan, "dp" in self._wide)
 
 
 # The code that iterates over parameters in torch.nn.utils.clip_grad_norm_ and its relatives, under their decorators.

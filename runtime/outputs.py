@@ -11,8 +11,6 @@ from typing import Any
 
 import sympy
 from torch import Tensor, fx, nn
-from torch.distributed.tensor import DTensor, Partial
-from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from autopar.errors import AutoparError
@@ -31,13 +29,13 @@ class WholeForward:
 
     def __init__(
         self,
-        graph_module: fx.GraphModule,
+        graph: nn.Module,
         traced: TracedModel,
         world: World,
         tokens: TokenCounter,
         reducer: GradientReducer,
     ) -> None:
-        self.graph_module = graph_module
+        self._graph = graph
         self._traced, self._world, self._tokens, self._reducer = traced, world, tokens, reducer
         self._batch_dims, self._sequence_dims = _dims_of(traced, traced.batch), _dims_of(traced, traced.seq)
         outputs = outputs_of(traced.graph_module.graph)
@@ -46,11 +44,7 @@ class WholeForward:
 
     def __call__(self, inputs: Mapping[str, Tensor], length: int | None = None) -> Any:
         """length: tokens of the user's sequences, where `inputs` are padded; outputs are cut back to it."""
-        gathered = _gathered(self.graph_module)
-        if gathered:
-            outputs = list(functional_call(self.graph_module, gathered, (), dict(inputs)))
-        else:
-            outputs = list(self.graph_module(**inputs))
+        outputs = list(self._graph(**inputs))
         for i, value in enumerate(outputs):
             if isinstance(value, Tensor):
                 dim = self._sequence_dims[i]
@@ -74,18 +68,6 @@ class WholeForward:
                 try_="pm.step(batch), or a plan with dp=1",
             )
         return convert(value, f"S({dim})", "R", group=group.group_name)
-
-
-def _gathered(module: nn.Module) -> dict[str, Tensor]:
-    """Whole tensors for parameters that are sharded over data-parallel ranks; their gradients are summed and cut again.
-
-    All of them at once: a step moves them layer by layer.
-    """
-    return {
-        name: p.full_tensor(grad_placements=[Partial()] * p.device_mesh.ndim)
-        for name, p in module.named_parameters()
-        if isinstance(p, DTensor)
-    }
 
 
 def _dims_of(traced: TracedModel, size: sympy.Symbol) -> list[int | None]:

@@ -37,12 +37,12 @@ def in_dtype(leaf: Any, dtype: torch.dtype) -> Any:
 class ComputeCopies:
     """16-bit copies of those `masters` that the plan computes in 16 bits; `of`: what computes for each name.
 
-    `on_gradient`, once set, is called with a master when its gradient has grown by that of one backward pass.
+    Each of `on_gradient` is called with a master when its gradient has grown by that of one backward pass.
     """
 
     def __init__(self, masters: Mapping[str, nn.Parameter], plan: Plan) -> None:
         self.of: dict[str, nn.Parameter] = {}
-        self.on_gradient: Callable[[nn.Parameter], None] | None = None
+        self.on_gradient: list[Callable[[nn.Parameter], None]] = []
         self._masters: list[Tensor] = []
         self._copies: list[Tensor] = []
         for name, master in masters.items():
@@ -64,8 +64,8 @@ class ComputeCopies:
         else:
             master.grad.add_(copy.grad)
         copy.grad = None
-        if self.on_gradient is not None:
-            self.on_gradient(master)
+        for told in self.on_gradient:
+            told(master)
 
     def follow(self) -> None:
         """Take over the masters' values, and whether they learn. Always: fused optimizers, and writes through `.data`,

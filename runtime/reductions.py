@@ -29,7 +29,7 @@ def gradient_reducer(
         for name, parameter in state.parameters.items()
     }
     reducer = GradientReducer(groups, sums, uses=uses, bucket_bytes=bucket_bytes, overlap=overlap, wide=wide)
-    state.copies.on_gradient = reducer.arrived
+    state.copies.on_gradient.append(reducer.arrived)
     return reducer
 
 

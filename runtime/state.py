@@ -5,6 +5,7 @@ Names are always the original ones. A parameter lies on every stage that uses it
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, SpecError
 from autopar.ir import ParameterShard, StageGraph
 from autopar.plan import Plan
 from autopar.runtime.initial_weights import InitialWeights
@@ -77,6 +78,36 @@ class LocalState:
     def sharded(self) -> bool:
         """Whether the plan's ZeRO level cuts parameters over the data ranks."""
         return self._level > 0
+
+    def read_by(self, stages: Sequence[StageGraph]) -> LocalState:
+        """The same tensors as another program of the model reads them, which `stages` are: parameters that none of
+        these read are left out. Not to be gathered or loaded.
+
+        Raises SpecError, on every rank alike, for a parameter that has to lie elsewhere, or is not trained so far.
+        """
+        known = {s.name: s for stage in self._stages for s in stage.parameters.values()}
+        for stage in stages:
+            for shard in stage.parameters.values():
+                self._check_home(shard, known.get(shard.name), stage.index % self._world.size("pp"))
+        other = copy.copy(self)
+        other.own_stages = tuple(stages[self._world.position["pp"] :: self._world.size("pp")])
+        own, read = _shards(other.own_stages), {s.name for stage in stages for s in stage.parameters.values()}
+        # A tied weight follows its copies also where this rank does not read it.
+        other.shards = {n: own.get(n, replace(s, grad_partial=())) for n, s in self.shards.items() if n in read}
+        other.parameters = {n: self.parameters[n] for n in other.shards}
+        other._order = [n for n in self._order if n in other.parameters]
+        return other
+
+    def _check_home(self, shard: ParameterShard, known: ParameterShard | None, rank: int) -> None:
+        if known is None and not shard.requires_grad:
+            return  # whole on every rank, as a buffer
+        if known is None or rank not in self.holders(shard.name) or shard.placement != known.placement:
+            raise SpecError(
+                f"{shard.name} is trained by this call, and was not read "
+                + ("before" if known is None else f"before in the same place (stage rank {rank}, {shard.placement})"),
+                where="parameters",
+                try_="an example for parallelize that reads it",
+            )
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """In the order of the user's model."""

@@ -7,7 +7,6 @@ gradient reduction is a sum.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from autopar.ir import TracedModel
 from autopar.plan import Plan
 from autopar.runtime.batches import BatchIntake
+from autopar.runtime.gathered import GatheredGraph
 from autopar.runtime.judge import StepJudge
 from autopar.runtime.pipeline import LocalStage, PipelineRunner
 from autopar.runtime.reducer import GradientReducer
@@ -49,9 +49,10 @@ class TrainingStep:
         self._divisors = torch.ones(1, dtype=torch.float64, device=world.device)
         self._pipeline = self._new_pipeline()
 
-    def __call__(self, batch: Any, local: bool) -> tuple[Tensor, int]:
-        """The loss, and the tokens of all dp ranks (as many as this one's, each); see `ParallelModule.step`."""
-        inputs, micro_batches = self._intake.step_rows(batch, local)
+    def __call__(self, bound: Mapping[str, Tensor], local: bool) -> tuple[Tensor, int]:
+        """The loss of a batch bound to the graph's inputs, and the tokens of all dp ranks (as many as this one's,
+        each); see `ParallelModule.step`."""
+        inputs, micro_batches = self._intake.step_rows(bound, local)
         self._counter.check(micro_batches)
         self._divisors = self._counter.divisors(inputs)
         self._state.copies.follow()
@@ -59,18 +60,23 @@ class TrainingStep:
         for stage in self._graphs:
             if isinstance(stage, ShardedStage):
                 stage.begin(micro_batches)
+            elif isinstance(stage, GatheredGraph):
+                stage.begin()
         if self._pipeline is not None:
             losses = self._pipeline.run(inputs, micro_batches)
         else:
             losses = self._accumulate(inputs, micro_batches)
+        for stage in self._graphs:
+            if isinstance(stage, GatheredGraph):
+                stage.finish()
         scale = self._judge.scale
         self._reducer.finish(self._judge if self._judge.looks else None)
         loss = self._agreed_loss(losses)
         return loss if scale is None else loss / scale, self._tokens(inputs)
 
-    def evaluate(self, batch: Any, local: bool) -> Tensor:
+    def evaluate(self, bound: Mapping[str, Tensor], local: bool) -> Tensor:
         """The loss alone, by forward alone, as `torch.no_grad()` asks for; gradients stay as they are."""
-        inputs, micro_batches = self._intake.step_rows(batch, local)
+        inputs, micro_batches = self._intake.step_rows(bound, local)
         self._counter.check(micro_batches)
         self._divisors = self._counter.divisors(inputs)
         self._state.copies.follow()

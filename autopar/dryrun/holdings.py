@@ -53,7 +53,7 @@ class Holdings:
         # After the reducer's own hooks: they put gradients into their buckets.
         for parameter in (*self.parameters.values(), *self.copies.of.values()):
             parameter.register_post_accumulate_grad_hook(self._on_gradient)
-        self.copies.on_gradient = self._handed_over
+        self.copies.on_gradient.append(self._handed_over)
 
     def divides(self, name: str) -> bool:
         """As `LocalState.divides`: whether the plan's ZeRO level shards a parameter over the data ranks."""

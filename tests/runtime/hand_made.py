@@ -18,6 +18,7 @@ from autopar.runtime.calls import WholeGraph
 from autopar.runtime.collectives import convert
 from autopar.runtime.engine import ParallelModule
 from autopar.runtime.losses import cross_entropy_sum, vocab_parallel_cross_entropy_sum, vocab_parallel_embedding
+from autopar.runtime.programs import Program
 from autopar.runtime.recompute import CheckpointedBlock
 from autopar.runtime.tokens import over_replicas
 from autopar.trace import trace
@@ -260,11 +261,8 @@ def parallel(
         whole = lambda training: WholeGraph(stage, traced, fx.symbolic_trace(_Count()))  # noqa: E731
     return ParallelModule(
         model,
-        traced,
+        Program(traced, stages(model, degrees, checkpoint), fx.symbolic_trace(_Count()), whole),
         plan,
-        stages(model, degrees, checkpoint),
-        token_count=fx.symbolic_trace(_Count()),
-        whole=whole,
         device=torch.device("cpu"),
         **options,  # type: ignore[arg-type]
     )
