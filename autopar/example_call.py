@@ -10,19 +10,35 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from autopar.binding import call_arguments, forward_parameters, forward_rest
+from autopar.binding import call_arguments, forward_parameters, forward_rest, forward_takes
 from autopar.errors import SpecError
 from autopar.input_dims import input_dims
 
-__all__ = ["example_arguments", "fake_call", "rebuilder"]
+__all__ = ["cache_notice", "example_arguments", "fake_call", "rebuilder"]
 
 
 def example_arguments(model: nn.Module, example: Any) -> dict[str, Any]:
-    """The example as arguments of `model.forward` by name."""
+    """The example as arguments of `model.forward` by name. Raises SpecError for a key/value cache among them."""
     if isinstance(example, Mapping) or hasattr(example, "keys"):
-        return {str(k): example[k] for k in example.keys()}  # noqa: SIM118  BatchEncoding is no Mapping
-    positional = example if isinstance(example, Sequence) and not isinstance(example, str) else [example]
-    return call_arguments(forward_parameters(model), positional, {}, forward_rest(model))
+        arguments = {str(k): example[k] for k in example.keys()}  # noqa: SIM118  BatchEncoding is no Mapping
+    else:
+        positional = example if isinstance(example, Sequence) and not isinstance(example, str) else [example]
+        arguments = call_arguments(forward_parameters(model), positional, {}, forward_rest(model))
+    if arguments.get(_CACHE) is not None:  # forward would write fake tensors into it
+        raise SpecError(f"{_CACHE} is given, and no key/value cache is read or built here", where="batch",
+                        try_=f"whole sequences, without {_CACHE}")  # fmt: skip
+    return arguments
+
+
+_CACHE = "past_key_values"
+
+
+def cache_notice(model: nn.Module) -> tuple[str, ...]:
+    """What a Hugging Face model does not do here that its config asks for."""
+    asked = any(getattr(getattr(module, "config", None), "use_cache", False) for module in model.modules())
+    if not asked or not forward_takes(model, _CACHE):
+        return ()
+    return (f"the config says use_cache: no key/value cache is built here, outputs hold no {_CACHE}",)
 
 
 def fake_call(example: Mapping[str, Tensor], mode: FakeTensorMode) -> tuple[list[Tensor], list[Any]]:

@@ -18,7 +18,16 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-__all__ = ["CONVERSIONS", "PARTIAL", "REPLICATE", "REPLICATE_PARTIAL_GRAD", "Placement", "Shard", "parse_placement"]
+__all__ = [
+    "CONVERSIONS",
+    "LAST_RESORT",
+    "PARTIAL",
+    "REPLICATE",
+    "REPLICATE_PARTIAL_GRAD",
+    "Placement",
+    "Shard",
+    "parse_placement",
+]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,4 +117,9 @@ CONVERSIONS: dict[tuple[str, str], tuple[str, str]] = {
     ("P", "S"): ("reduce_scatter", "all_gather"),
 }
 """What a change of placement costs. R -> P keeps the value on rank 0, zeros elsewhere: how a bias joins a partial sum
-once, with its gradient complete on every rank. R|P -> R, S -> P and R|P -> P are never needed and not offered."""
+once, with its gradient complete on every rank. S -> P and R|P -> P are never needed and not offered."""
+
+LAST_RESORT: dict[tuple[str, str], tuple[str, str]] = {("R|P", "R"): ("none", "keep_first")}
+"""What is never worth it, so neither priced nor chosen where there is a choice: every rank has the whole gradient, and
+one of them hands it on as its summand. Over cp a linear with a part cut out of a weight may leave no choice, beside
+tokens that cannot be cut."""

@@ -21,7 +21,7 @@ from autopar.binding import CallSignature, flat_names, forward_defaults, forward
 from autopar.blocks import annotate
 from autopar.capture_errors import refuse_effects
 from autopar.errors import UnsupportedModelError
-from autopar.example_call import example_arguments
+from autopar.example_call import cache_notice, example_arguments
 from autopar.export import Exported, LossFn, export
 from autopar.graph_walks import outputs_of
 from autopar.input_dims import InputDims, how_read, input_dims, whole_inputs
@@ -100,7 +100,7 @@ def trace(
         seq_range=_seq_range(found.program, symbols, inputs, known),
         unknown_buffers=found.unknown_buffers,
         repeated_layers=found.repeated,
-        notices=(*found.notices, *whole_inputs(tensors, known)),
+        notices=(*found.notices, *cache_notice(model), *whole_inputs(tensors, known)),
         capture_s=time.perf_counter() - start,
     )
 

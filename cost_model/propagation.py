@@ -74,6 +74,9 @@ def propagate(traced: TracedModel, plan: Plan, table: StrategyTable | None = Non
             chosen = chosen or _default(node, walk, result)
             result.strategy[node] = chosen
             result.placement[node] = chosen.output
+            if axis == "cp" and node in result.leaving and chosen.output.kind == "R|P":
+                # Made of parameters alone: its gradient is partial, as theirs are, and nothing converts that.
+                result.leaving[node] = chosen.output
     return result
 
 

@@ -124,7 +124,7 @@ def _convert(node: fx.Node, tensors: list[fx.Node]) -> list[Letter]:
 
 
 def _index(node: fx.Node, tensors: list[fx.Node]) -> list[Letter] | None:
-    """Rows picked by one index tensor: the other dims of the indexed tensor stay."""
+    """Entries picked by one index tensor, whose dims take the place of the first: all dims but that one stay."""
     indices = node.args[1]
     if (
         not isinstance(indices, list | tuple)
@@ -134,7 +134,10 @@ def _index(node: fx.Node, tensors: list[fx.Node]) -> list[Letter] | None:
     ):
         return None
     picked = len(tensors[1].meta["shape"])
-    return [Letter(str(d), (d, None), d - 1 + picked) for d in range(1, len(tensors[0].meta["shape"]))]
+    kept = [Letter(str(d), (d, None), d - 1 + picked) for d in range(1, len(tensors[0].meta["shape"]))]
+    if tensors[1].meta["dtype"] == torch.bool:
+        return kept
+    return [*(Letter(f"i{d}", (None, d), d) for d in range(picked)), *kept]
 
 
 def _getitem(node: fx.Node, tensors: list[fx.Node]) -> list[Letter]:

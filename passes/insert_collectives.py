@@ -17,7 +17,7 @@ from torch import fx
 
 from autopar.blocks import op_name
 from autopar.errors import PassError
-from autopar.placement import REPLICATE, Placement
+from autopar.placement import CONVERSIONS, LAST_RESORT, REPLICATE, Placement
 from autopar.runtime.collectives import convert
 
 __all__ = ["insert_collectives"]
@@ -117,6 +117,9 @@ class _Made:
             where = f"insert_collectives: {source.meta.get('key', source.name)}"
             raise PassError("several tensors cannot be converted at once", where=where)
         have = source.meta["placement"]
+        if (have.kind, wanted.kind) not in CONVERSIONS | LAST_RESORT:
+            where = f"insert_collectives: {source.meta.get('key', source.name)}"
+            raise PassError(f"nothing converts {have} to {wanted} over {self.axis}", where=where)
         options: dict[str, Any] = {"group": self.axis, **({"zigzag": True} if self.zigzag else {})}
         for placement in (have, wanted):
             size = source.meta["shape"][placement.dim] if placement.is_shard and placement.left == 1 else None

@@ -13,6 +13,7 @@ from autopar.cost_model.strategy_table import ops_without_rule
 from autopar.errors import UnsupportedModelError
 from autopar.graph_walks import shapes_of
 from autopar.ir import TracedModel
+from autopar.passes.arguments_apart import arguments_apart
 from autopar.passes.attention_dims import attention_dims
 from autopar.passes.buffer_updates import updated_buffers
 from autopar.passes.canonicalize import canonicalize
@@ -32,6 +33,7 @@ def prepare(traced: TracedModel) -> TracedModel:
     attention_dims(graph_module)
     heads_apart(graph_module, traced.batch)
     fold_masks(graph_module, traced.inputs)
+    arguments_apart(graph_module)
     _refuse_sizes_of_values(graph_module.graph, {traced.batch, traced.seq})
     segments = annotate(graph_module.graph, traced.parameters)
     prepared = replace(traced, graph_module=graph_module, segments=segments)

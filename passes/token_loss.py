@@ -45,10 +45,12 @@ def sum_loss(graph_module: fx.GraphModule, traced: TracedModel, plan: Plan, *, o
     output = output_node(graph)
     terms, _ = _terms(graph, traced, plan)
     sums = [_summed(graph, term) for term in terms] or [loss_node(graph, traced)]
-    meta = sums[0].meta
+    # Gathered after the last of them: a term of an early layer must not draw the others into that layer.
+    meta = max((x.meta for x in sums), key=lambda meta: int(meta["segment"]))
     with graph.inserting_before(output):
         vectors = [
-            _new(graph, aten.reshape.default, (x, [1]), x.meta, f"::loss_term#{i}", (1,)) for i, x in enumerate(sums)
+            _new(graph, aten.reshape.default, (x, [1]), {**meta, "dtype": x.meta["dtype"]}, f"::loss_term#{i}", (1,))
+            for i, x in enumerate(sums)
         ]
         vector = vectors[0]
         if len(vectors) > 1:

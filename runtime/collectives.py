@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed import distributed_c10d
 
-from autopar.placement import CONVERSIONS, Placement, parse_placement
+from autopar.placement import CONVERSIONS, LAST_RESORT, Placement, parse_placement
 from autopar.runtime.clock import waiting
 from autopar.runtime.sequence import from_zigzag, to_zigzag
 from autopar.runtime.sharding import filled_up, join_shards, local_slice, split_shards
@@ -62,7 +62,7 @@ def convert(
     pay for one. Raises ValueError for a pair that CONVERSIONS does not offer or a dim that does not divide.
     """
     source, target = parse_placement(src), parse_placement(dst)
-    pair = CONVERSIONS.get((source.kind, target.kind))
+    pair = CONVERSIONS.get((source.kind, target.kind)) or LAST_RESORT.get((source.kind, target.kind))
     if pair is None:
         raise ValueError(f"no conversion from {source} to {target}")
     process_group = resolve_group(group)

@@ -55,7 +55,7 @@ def _told() -> None:
     for overlap in (("tp_linear",), ("tp_ring",)):
         pm = build(copy.deepcopy(llama), traced, plan.replace(overlap=overlap))
         assert f"overlap {overlap[0]}: applied, model.layers.0 to model.layers.3" in pm.report()
-        assert pm.notices == []
+        assert not any("not applied" in notice for notice in pm.notices)
     ring = plan.replace(overlap=("tp_ring",), sequence_sharding=False)
     with pytest.warns(UserWarning, match="tp_ring is not applied to model.layers.0 to model.layers.3: .* not sharded"):
         pm = build(copy.deepcopy(llama), traced, ring)

@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import nn
 
+from autopar.errors import SpecError, UnsupportedModelError
 from autopar.passes import prepare
 from autopar.trace import trace
-from tests.models import BUILDERS, HF_BUILDERS, default_batch
+from tests.models import BUILDERS, HF_BUILDERS, default_batch, llama_tiny
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2", "qwen3", "mistral", "t5"])
@@ -63,6 +64,7 @@ _LLAMA_8B = """
 import json, resource, sys
 from autopar.cost_model.search import search
 from autopar.models import resolve
+from autopar.errors import SpecError, UnsupportedModelError
 from autopar.passes import prepare
 from autopar.specs import ClusterSpec, TrainSpec
 from autopar.trace import trace
@@ -87,3 +89,18 @@ def test_tr_10_llama_3_8b_is_planned_from_meta() -> None:
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["world"] == 64
     assert result["peak"] < 4e9
+
+
+def test_tr_01_caches_are_told_and_not_taken() -> None:
+    """A cache that forward wrote into during the capture would hold tensors without data afterwards."""
+    from transformers import DynamicCache
+
+    model, batch = llama_tiny(), default_batch()
+    model.config.use_cache = True
+    assert any("no key/value cache is built here" in notice for notice in trace(model, batch).notices)
+    cache = DynamicCache()
+    with pytest.raises(SpecError, match="past_key_values is given"):
+        trace(model, {**batch, "past_key_values": cache})
+    assert cache.get_seq_length() == 0
+    with pytest.raises(UnsupportedModelError, match="key/value cache"):
+        trace(model, {**batch, "use_cache": True})

@@ -117,6 +117,47 @@ class Preferences(nn.Module):
         return -F.logsigmoid(0.1 * (rejected - chosen)).mean()
 
 
+class _Plain(nn.Module):
+    """Norms without weights."""
+
+    def __init__(self, causal: bool) -> None:
+        super().__init__()
+        self.norm, self.last_norm = nn.RMSNorm(DIM, elementwise_affine=False), nn.LayerNorm(DIM, bias=False)
+        self.qkv, self.out = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
+        self.up, self.down, self.causal = nn.Linear(DIM, 64), nn.Linear(64, DIM), causal
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, HEADS, WIDTH)).permute(2, 0, 3, 1, 4).unbind(0)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        x = x + scale * self.out(y.transpose(1, 2).flatten(2))
+        return x + self.down(F.relu(self.up(self.last_norm(x))))
+
+
+class Translation(nn.Module):
+    """Targets are shifted inside, so that queries and keys have other lengths; a loss after every decoder layer; scales
+    picked out of one parameter; ids looked up in a table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, DIM), nn.Linear(DIM, VOCAB)
+        self.encoder = nn.ModuleList([_Plain(causal=False) for _ in range(2)])
+        self.decoder = nn.ModuleList([_Plain(causal=True) for _ in range(2)])
+        self.cross = nn.ModuleList([nn.MultiheadAttention(DIM, HEADS, batch_first=True) for _ in range(2)])
+        self.scales = nn.Parameter(torch.rand(4))
+        self.register_buffer("known", torch.randperm(VOCAB))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        source, target = self.embed(self.known[input_ids]), self.embed(labels[:, :-1])
+        for i, layer in enumerate(self.encoder):
+            source = layer(source, self.scales[i])
+        loss = 0.0
+        for i, (layer, cross) in enumerate(zip(self.decoder, self.cross, strict=True)):
+            target = layer(target, self.scales[2 + i])
+            target = target + cross(target, source, source, need_weights=False)[0]
+            loss = loss + (i + 1) / 3 * F.cross_entropy(self.head(target).transpose(1, 2), labels[:, 1:])
+        return loss
+
+
 def build(model: type[nn.Module]) -> tuple[nn.Module, dict[str, Tensor]]:
     torch.manual_seed(0)
     return model().double(), default_batch()
@@ -135,5 +176,5 @@ def _failures(models: list[type[nn.Module]]) -> list[str]:
 
 
 def test_they_train_as_in_one_process() -> None:
-    failed = run_ranks(2, _failures, [Habits, Preferences], timeout_s=280)[0]
+    failed = run_ranks(2, _failures, [Habits, Preferences, Translation], timeout_s=280)[0]
     assert not failed, "\n\n".join(failed)
