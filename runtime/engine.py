@@ -248,9 +248,10 @@ class ParallelModule(nn.Module):
         """Whole tensors under the names of the user's own state_dict. Collective."""
         return self._state.state_dict()
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> None:
-        """Take over whole tensors under original names; all of them have to be there."""
-        self._state.load(state_dict)
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Take over whole tensors under original names; a tied one may be under any of its names. Returns the missing
+        and the unknown keys; with `strict` there may be none."""
+        return self._state.load(state_dict, strict)
 
     def train(self, mode: bool = True) -> ParallelModule:
         """Training or evaluation mode: dropout on or off; `pm(...)` runs what the model's forward does in that mode."""

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import _IncompatibleKeys
 
 from autopar.errors import AutoparError, SpecError
 from autopar.ir import ParameterShard, StageGraph
@@ -177,24 +178,33 @@ class LocalState:
         whole = {**self.buffers, **{name: value for name, value in gathered.items() if value is not None}}
         return {key: whole[self._canonical[key]].detach() for key in self._keys if key in self._canonical}
 
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take this rank's slices out of whole tensors. Raises AutoparError for missing, unknown or misshapen ones."""
+    def load(self, state: Mapping[str, Tensor], strict: bool = True) -> _IncompatibleKeys:
+        """Take this rank's slices out of whole tensors; a tied one may be given under any of its names.
+
+        Returns what is missing and what is unknown. Raises AutoparError, before anything is changed and on every rank
+        alike, if there is any of that and `strict`, or for a misshapen tensor.
+        """
         known = [key for key in self._keys if key in self._canonical]
-        missing, unknown = [k for k in known if k not in state], [k for k in state if k not in known]
-        if missing or unknown:
+        given = {self._canonical[key] for key in known if key in state}
+        missing, unknown = [k for k in known if self._canonical[k] not in given], [k for k in state if k not in known]
+        if strict and (missing or unknown):
             raise AutoparError(f"missing {missing or 'none'}, unknown {unknown or 'none'}", where="load_state_dict")
+        shapes: dict[str, tuple[int, ...]] = {name: tuple(buffer.shape) for name, buffer in self.buffers.items()}
+        shapes |= {s.name: tuple(s.shape) for stage in self._stages for s in stage.parameters.values()}
+        given_keys = [key for key in known if key in state]
+        for key in given_keys:
+            shape = shapes.get(self._canonical[key])
+            if shape is not None and tuple(state[key].shape) != shape:
+                raise AutoparError(f"shape {tuple(state[key].shape)}, expected {shape}", where=key)
         tp, index = self._world.size("tp"), self._world.position["tp"]
         with torch.no_grad():
-            for key in known:
+            for key in given_keys:
                 name, value = self._canonical[key], state[key]
                 shard = self.shards.get(name)
                 target = self.parameters[name] if shard is not None else self.buffers.get(name)
-                if target is None:
-                    continue  # on another stage
-                shape = shard.shape if shard is not None else target.shape
-                if tuple(value.shape) != tuple(shape):
-                    raise AutoparError(f"shape {tuple(value.shape)}, expected {tuple(shape)}", where=key)
-                copy_whole(target, value if shard is None else _slice(value, shard, index, tp))
+                if target is not None:  # else it is on another stage
+                    copy_whole(target, value if shard is None else _slice(value, shard, index, tp))
+        return _IncompatibleKeys(missing, unknown)
 
     def differing_copies(self) -> list[str]:
         """Names of this stage's parameters whose dp or tp copies are not the same to the bit. Collective."""

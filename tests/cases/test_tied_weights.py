@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from autopar.api import build
+from autopar.errors import AutoparError
 from autopar.mesh import Degrees
 from autopar.passes import prepare
 from autopar.plan import Plan
@@ -94,3 +95,33 @@ def test_tie_03_one_shard_one_state_and_whole_logits() -> None:
     results = verify_plans(gpt2, [plans.megatron("gpt2", Degrees(tp=2))], steps=3)
     results += verify_plans(qwen2, [plans.megatron("qwen2", Degrees(tp=2))], steps=3)
     assert all(r.passed for r in results), "\n".join(r.text() for r in results)
+
+
+def _loaded(degrees: Degrees) -> list[Any]:
+    """A tied model's state under each of its names, as other plans and libraries leave it."""
+    model, batch = qwen2()
+    traced = prepare(trace(model, batch))
+    pm = build(model, traced, plans.megatron("qwen2", degrees, micro_batch=2))
+    state = {name: torch.full_like(t, i / 100) for i, (name, t) in enumerate(model.state_dict().items())}
+    found: list[Any] = []
+    for left_out in ("lm_head.weight", "model.embed_tokens.weight"):
+        state["lm_head.weight"] = state["model.embed_tokens.weight"] = torch.rand(64, 32, dtype=torch.float64)
+        given = {name: t for name, t in state.items() if name != left_out}
+        found.append(tuple(pm.load_state_dict(given)))
+        mine = pm.state_dict()
+        found.append(list(mine) == list(state) and all(torch.equal(mine[name], t) for name, t in state.items()))
+    neither = {name: t for name, t in state.items() if name not in ("lm_head.weight", "model.embed_tokens.weight")}
+    with pytest.raises(AutoparError, match="missing .'model.embed_tokens.weight', 'lm_head.weight'., unknown .'extra'"):
+        pm.load_state_dict({**neither, "extra": torch.zeros(1)})
+    kept = pm.load_state_dict({"extra": torch.zeros(1), "model.norm.weight": torch.zeros(32)}, strict=False)
+    found.append((kept.unexpected_keys, bool((pm.state_dict()["model.norm.weight"] == 0).all())))
+    with pytest.raises(AutoparError, match=r"model.norm.weight: shape \(31,\), expected \(32,\)"):  # on every stage
+        pm.load_state_dict({**state, "model.norm.weight": torch.zeros(31)})
+    return found
+
+
+@pytest.mark.parametrize("degrees", [Degrees(tp=2), Degrees(pp=2)], ids=str)
+def test_tie_06_a_tied_weight_loads_under_either_name(degrees: Degrees) -> None:
+    torch.manual_seed(0)
+    for found in run_ranks(2, _loaded, degrees):
+        assert found == [([], []), True, ([], []), True, (["extra"], True)]
