@@ -24,21 +24,25 @@ def example_arguments(model: nn.Module, example: Any) -> dict[str, Any]:
     else:
         positional = example if isinstance(example, Sequence) and not isinstance(example, str) else [example]
         arguments = call_arguments(forward_parameters(model), positional, {}, forward_rest(model))
-    if arguments.get(_CACHE) is not None:  # forward would write fake tensors into it
-        raise SpecError(f"{_CACHE} is given, and no key/value cache is read or built here", where="batch",
-                        try_=f"whole sequences, without {_CACHE}")  # fmt: skip
+    for name, value in arguments.items():
+        if (name == "past_key_values" and value is not None) or _is_cache(
+            value
+        ):  # forward would write fake tensors to it
+            raise SpecError(f"{name} is given, and no key/value cache is read or built here", where="batch",
+                            try_=f"whole sequences, without {name}")  # fmt: skip
     return arguments
 
 
-_CACHE = "past_key_values"
+def _is_cache(value: Any) -> bool:
+    return any(c.__module__ == "transformers.cache_utils" for c in type(value).__mro__)
 
 
 def cache_notice(model: nn.Module) -> tuple[str, ...]:
     """What a Hugging Face model does not do here that its config asks for."""
     asked = any(getattr(getattr(module, "config", None), "use_cache", False) for module in model.modules())
-    if not asked or not forward_takes(model, _CACHE):
+    if not asked or not forward_takes(model, "use_cache"):
         return ()
-    return (f"the config says use_cache: no key/value cache is built here, outputs hold no {_CACHE}",)
+    return ("the config says use_cache: no key/value cache is built here, outputs hold no past_key_values",)
 
 
 def fake_call(example: Mapping[str, Tensor], mode: FakeTensorMode) -> tuple[list[Tensor], list[Any]]:

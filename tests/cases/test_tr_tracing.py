@@ -99,8 +99,9 @@ def test_tr_01_caches_are_told_and_not_taken() -> None:
     model.config.use_cache = True
     assert any("no key/value cache is built here" in notice for notice in trace(model, batch).notices)
     cache = DynamicCache()
-    with pytest.raises(SpecError, match="past_key_values is given"):
-        trace(model, {**batch, "past_key_values": cache})
+    for name in ("cache", "past_key_values"):
+        with pytest.raises(SpecError, match=f"{name} is given"):
+            trace(model, {**batch, name: cache})
     assert cache.get_seq_length() == 0
     with pytest.raises(UnsupportedModelError, match="key/value cache"):
         trace(model, {**batch, "use_cache": True})
