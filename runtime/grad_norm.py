@@ -33,7 +33,8 @@ class GradientNorm:
         """
         if not norm_type > 0:
             raise SpecError(f"must be positive or inf, not {norm_type}", where="norm_type")
-        counted = [g for name, g in self._gradients().items() if self._state.counts_here(name)]
+        # A rank may hold nothing of a short parameter under ZeRO, and nothing has no largest element.
+        counted = [g for name, g in self._gradients().items() if self._state.counts_here(name) and g.numel()]
         highest = math.isinf(norm_type)
         local = torch.zeros((), dtype=torch.float64, device=self._world.device)
         for dtype in sorted({g.dtype for g in counted}, key=str):

@@ -92,6 +92,10 @@ def test_gn_01_unit_example_and_faults_are_named() -> None:
     sharded, replicated = torch.full((4,), 2.0), torch.full((9,), 1.0)
     assert _norm_of({"s": sharded, "r": replicated}, {"s", "r"}, alone=True).total().item() == 5.0
     assert _norm_of({"s": sharded, "r": replicated}, {"s"}, alone=True).total().item() == 4.0
+    for norm_type, expected in ((2.0, 5.0), (1.0, 17.0), (math.inf, 2.0)):
+        whole = _norm_of({"s": sharded, "r": replicated, "none of it": torch.empty(0)}, {"s", "r", "none of it"}, True)
+        assert whole.total(norm_type).item() == pytest.approx(expected)
+        assert _norm_of({"none of it": torch.empty(0)}, {"none of it"}, True).total(norm_type).item() == 0.0
     broken = _norm_of({"s": sharded, "r": torch.tensor([math.nan, 1.0])}, {"s", "r"}, alone=True)
     assert not math.isfinite(broken.total(math.inf).item())
     with pytest.raises(AutoparError, match=r"nan: gradients that are not finite: r \(rank 0\)"):
