@@ -152,7 +152,7 @@ def enumerate_partitions(
         )  # fmt: skip
     found: list[Partition] = []
     for degrees in _degrees(num_devices, legal_tp, limits.layers, pins):
-        if global_batch % degrees.dp or not _cp_is_legal(degrees, seq_len, limits, pins):
+        if global_batch % degrees.dp or not _is_legal(degrees, seq_len, limits, pins):
             continue
         found += _partitions(degrees, global_batch, seq_len, limits, pins)
     if not found:
@@ -170,6 +170,12 @@ def _degrees(num_devices: int, legal_tp: list[int], layers: int, pins: Pins) -> 
             for dp in divisors(rest) if pins.dp is None else [pins.dp]:
                 if rest % dp == 0 and pins.cp in (None, rest // dp):
                     yield Degrees(dp=dp, cp=rest // dp, tp=tp, pp=pp)
+
+
+def _is_legal(degrees: Degrees, seq_len: int, limits: ModelLimits, pins: Pins) -> bool:
+    """Whether the sequence can be cut, and some level of ZeRO is what the pins ask for."""
+    levels = zero_levels(degrees, limits.spans, pins)
+    return _cp_is_legal(degrees, seq_len, limits, pins) and next(levels, None) is not None
 
 
 def _cp_is_legal(degrees: Degrees, seq_len: int, limits: ModelLimits, pins: Pins) -> bool:
@@ -251,7 +257,8 @@ def _schedules(partition: Partition, limits: ModelLimits, pins: Pins) -> Iterato
 def zero_levels(degrees: Degrees, spans: tuple[int, ...], pins: Pins) -> Iterator[tuple[int, int]]:
     """(level, dp ranks that share a sharded copy; 0: all)."""
     if degrees.dp * degrees.cp == 1:
-        yield (pins.zero or 0), 0
+        if pins.zero_group in (None, 0, 1):
+            yield (pins.zero or 0), 0
         return
     for zero in (0, 1, 2, 3) if pins.zero is None else (pins.zero,):
         if pins.zero_group is None:
@@ -289,7 +296,7 @@ def _nothing_left(
     pinned = dict(text.partition("=")[::2] for text in pins.texts() if "." not in text.partition("=")[0])
     rules = (
         f"tp may be {', '.join(map(str, legal_tp))}, pp at most {limits.layers} (layers), dp and micro-batch have to "
-        f"divide the global batch {global_batch}, 2 cp the sequence {seq_len}"
+        f"divide the global batch {global_batch}, 2 cp the sequence {seq_len}{_rules_of_pins(limits, pins)}"
     )
     if pinned:
         names = [
@@ -305,6 +312,17 @@ def _nothing_left(
     remedy = f"a global batch that is a multiple of {share}" if global_batch % share else "a longer sequence"
     remedy += f", or {', '.join(map(str, fewer[-3:]))} devices" if fewer else ""
     return f"no degrees factor {num_devices} devices: {rules}", remedy
+
+
+def _rules_of_pins(limits: ModelLimits, pins: Pins) -> str:
+    """Rules that only a pin can break."""
+    rules = ""
+    if pins.virtual_stages not in (None, 1) or pins.schedule == "interleaved":
+        most = f"pp times chunks at most {limits.layers} (layers)" if limits.equal_layers else "layers of one kind"
+        rules += f", several chunks need pp above 1, {most} and micro-batches in equal rounds of at least pp"
+    if pins.zero_group not in (None, 0):
+        rules += f", dp has to be a multiple of zero_group {pins.zero_group}"
+    return rules
 
 
 def _batch_for(num_devices: int, global_batch: int, pins: Pins) -> str:
@@ -323,7 +341,7 @@ def _is_possible_without(
     legal_tp = [d for d in divisors(num_devices) if limits.tp_is_legal(d)]
     return any(
         global_batch % d.dp == 0
-        and _cp_is_legal(d, seq_len, limits, freed)
+        and _is_legal(d, seq_len, limits, freed)
         and next(_partitions(d, global_batch, seq_len, limits, freed), None) is not None
         for d in _degrees(num_devices, legal_tp, limits.layers, freed)
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -100,6 +102,8 @@ def test_thirty_layers_on_four_stages() -> None:
         (Pins(pp=2, schedule="interleaved", virtual_stages=4), "virtual_stages"),
         (Pins(pp=2, schedule="zero-bubble", zero=1), "zero"),
         (Pins(cp=2, tp=2, context_parallel="all-to-all", sp=True, pp=4), "pp"),
+        (Pins(zero_group=3), "dp has to be a multiple of zero_group 3"),
+        (Pins(pp=2, virtual_stages=9), "pp times chunks at most"),
     ],
 )
 def test_the_pin_that_leaves_nothing_is_named(llama: TracedModel, pins: Pins, blamed: str) -> None:
@@ -111,3 +115,16 @@ def test_the_pin_that_leaves_nothing_is_named(llama: TracedModel, pins: Pins, bl
 def test_a_sequence_that_cannot_be_cut_is_named(llama: TracedModel) -> None:
     with pytest.raises(SpecError, match="4 equal parts.*cp one of 1, 7"):
         search(llama, preset("local", 4), TrainSpec(global_batch=16, seq_len=14), Pins(cp=4))
+
+
+def test_what_layers_of_several_kinds_leave_out_is_said(llama: TracedModel) -> None:
+    """Chunks and segments are not considered, and a pin on segments is taken only where all layers recompute."""
+    last = max(s.index for s in llama.segments if s.kind == "layer")
+    kinds = tuple(replace(s, class_id="second") if s.index == last else s for s in llama.segments)
+    mixed = replace(llama, segments=kinds)
+    cluster = preset("local", 2)
+    assert any("layers of 2 kinds" in note for note in search(mixed, cluster, TRAIN).notices)
+    assert not any("kinds" in note for note in search(llama, cluster, TRAIN).notices)
+    with pytest.raises(SpecError, match="only if all of them are"):
+        search(mixed, cluster, TRAIN, Pins(checkpoint_segment=2))
+    assert search(mixed, cluster, TRAIN, Pins(checkpoint_segment=2, checkpoint="full")).plan.checkpoint_segment == 2
