@@ -31,6 +31,10 @@ _CUT_NVLINK = {"A800": 200e9, "H800": 200e9}
 _NO_SWITCH = "NVLink in node; 4 OmniPath links per 8-GPU node"
 
 
+_MOST = 2**24
+"""Of anything counted in a row: a slip of the pen, and products of such sizes leave 64 bits."""
+
+
 def complete(row: Row, assumed: list[str]) -> dict[str, Any]:
     """The row with every field a price needs. Raises SpecError naming what is missing or no number."""
     where = str(row.get("id") or "a row")
@@ -71,6 +75,8 @@ def _number(value: Any, whole: bool, where: str) -> Any:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or not math.isfinite(value) or value <= 0 or (whole and value != int(value)):
         raise SpecError(f"must be a positive {'integer' if whole else 'number'}, not {value!r}", where=where)
+    if value > _MOST and whole:
+        raise SpecError(f"{value!r} is more than any run has", where=where)
     return int(value) if whole else float(value)
 
 

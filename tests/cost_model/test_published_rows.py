@@ -134,6 +134,15 @@ def test_what_is_no_count_is_refused_with_its_field(field: str, value: object) -
     assert f"{field}: must be a positive integer" in refused["seqsel/full"]
 
 
+@pytest.mark.parametrize("field", ["layers", "hidden", "gbs"])
+def test_a_size_that_leaves_64_bits_is_refused_with_its_field(field: str) -> None:
+    """One such row took the whole file down: its shape was captured in another process."""
+    from row_prices import prepare_rows
+
+    _, refused = prepare_rows([ROWS[0] | {field: 10**30}])
+    assert f"{field}: {10**30} is more than any run has" in refused["seqsel/full"]
+
+
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [
