@@ -86,7 +86,7 @@ def _walk(node: fx.Node) -> list[Term]:
     if name in _ONE_TENSOR and len(operands) == 1:
         return _stepped(node, 0)
     if name in ("add", "sub") and len(operands) == 2:
-        return [term for position in (0, 1) for term in _stepped(node, position)]
+        return [term for i in (0, 1) if not _is_zero(operands[i]) for term in _stepped(node, i)]
     if name in ("mul", "div") and len(operands) == 1 and not node.kwargs and isinstance(node.args[0], fx.Node):
         return _stepped(node, 0)
     if name == "mul" and len(operands) == 1 and not node.kwargs:
@@ -98,6 +98,11 @@ def _walk(node: fx.Node) -> list[Term]:
                 replace(term, scalings=(*term.scalings, (node, 1 - position))) for term in _walk(operands[position])
             ]
     return [_leaf(node, name)]
+
+
+def _is_zero(node: fx.Node) -> bool:
+    """What a loop over parts of a loss starts from."""
+    return op_name(node) in ("zeros", "new_zeros", "zeros_like") and node.meta["shape"] == ()
 
 
 def _stepped(node: fx.Node, position: int) -> list[Term]:

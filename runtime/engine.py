@@ -147,7 +147,8 @@ class ParallelModule(nn.Module):
         return loss
 
     def _take_notices(self) -> None:
-        self.notices += [*self._programs.notices, *self._judge.new_notices()]
+        self.notices += [notice for notice in self._programs.notices if notice not in self.notices]
+        self.notices += self._judge.new_notices()
         self._programs.notices.clear()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

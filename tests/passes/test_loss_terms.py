@@ -87,6 +87,7 @@ LOSSES: dict[str, Loss] = {
     "in chunks": lambda z, b, w: (
         _ce(z[:, :4], b["targets"][:, :4], reduction="sum") + _ce(z[:, 4:], b["targets"][:, 4:], reduction="sum")
     ) / b["items"],
+    "from zero": lambda z, b, w: z.new_zeros(()) + _ce(z, b["targets"]) - torch.zeros((), dtype=z.dtype),
 }  # fmt: skip
 
 WHOLE_ONLY: dict[str, tuple[Loss, str]] = {
