@@ -65,6 +65,9 @@ def _complete_optional(full: dict[str, Any], assumed: list[str]) -> None:
         full["uncertain"] = []
     for name in ("precision", "framework", "recompute", "mem_kind", "tier", "oom"):
         full.setdefault(name, None)
+    for name in ("precision", "framework", "recompute", "mem_kind", "tier", "model", "gpu"):
+        if isinstance(full.get(name), (list, dict)):
+            raise SpecError(f"must be a text, not {full[name]!r}", where=f"{full['id']}: {name}")
     for name in ("tp", "pp", "cp", "vpp", "ep"):
         full[name] = full[name] or 1
 

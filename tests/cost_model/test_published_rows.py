@@ -143,6 +143,13 @@ def test_a_size_that_leaves_64_bits_is_refused_with_its_field(field: str) -> Non
     assert f"{field}: {10**30} is more than any run has" in refused["seqsel/full"]
 
 
+def test_a_text_that_is_a_list_is_refused_with_its_field() -> None:
+    from row_prices import prepare_rows
+
+    _, refused = prepare_rows([ROWS[0] | {"framework": ["Megatron-LM"]}])
+    assert "framework: must be a text" in refused["seqsel/full"]
+
+
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [
