@@ -137,11 +137,15 @@ def main() -> int:
     parser.add_argument("--limit", type=int, help="rows a source, at most")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    try:
+        rows = read_rows(options.data)
+    except (OSError, AutoparError) as error:
+        parser.error(str(error))
     found: list[dict[str, Any]] = []
     refused: dict[str, str] = {}
     seen: dict[str, int] = {}
     plans: dict[tuple[str, ...], Plan] = {}
-    for row in read_rows(options.data):
+    for row in rows:
         source = str(row.get("source_id"))
         if row.get("tier") not in (options.tier or ["A"]) or not source.startswith(tuple(options.source or SOURCES)):
             continue

@@ -25,6 +25,7 @@ from published_rows import read_rows
 from row_prices import Prepared, prepare_rows, price
 
 from autopar.cost_model.constant_table import FOLDER, Constant, Constants, load_constants
+from autopar.errors import AutoparError
 
 __all__ = ["cross_validate", "fit"]
 
@@ -161,7 +162,11 @@ def main() -> None:
     parser.add_argument("--cross", action="store_true", help="leave one source out")
     parser.add_argument("--write", action="store_true", help="change the values in fitted.toml")
     arguments = parser.parse_args()
-    prepared, refused = prepare_rows(read_rows(arguments.data))
+    try:
+        rows = read_rows(arguments.data)
+    except (OSError, AutoparError) as error:
+        parser.error(str(error))
+    prepared, refused = prepare_rows(rows)
     for row, reason in refused.items():
         print(f"not priced: {row}: {reason}", file=sys.stderr)
     if arguments.cross:

@@ -15,6 +15,7 @@ from typing import Any
 
 from reference_models import BlockShape
 from row_facts import Row, complete, device_of, network_of
+from row_limits import check_device_memory, check_measurements
 
 import autopar.cost_model
 from autopar.cost_model.run_price import RunLayout, StackTraits, stage_layers
@@ -82,18 +83,22 @@ class Run:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Raises SpecError with file and line for what is no JSON object."""
-    rows: list[Row] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if line.strip():
-            rows.append(_object(line, f"{path}:{number}"))
+    """Raises SpecError with file and line for what is no JSON object, and for a file without text or rows."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise SpecError(f"not UTF-8 text: {error.reason} at byte {error.start}", where=str(path)) from error
+    lines = enumerate(text.split("\n"), 1)  # splitlines would also cut at separators that a string may hold
+    rows = [_object(line, f"{path}:{number}") for number, line in lines if line.strip()]
+    if not rows:
+        raise SpecError("holds no rows", where=str(path))
     return rows
 
 
 def _object(line: str, where: str) -> Row:
     try:
         found = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SpecError(f"not JSON: {error}", where=where) from error
     if not isinstance(found, dict):
         raise SpecError("not a JSON object", where=where)
@@ -107,12 +112,30 @@ def as_run(row: Row) -> Run:
     device_of(row)
     if (row.get("ep") or 1) > 1:
         raise SpecError("expert parallelism is not modelled", where=row["id"])
-    if str(row.get("precision") or "").startswith(("fp32", "tf32", "fp64")):
-        raise SpecError(f"training in {row['precision']} is not modelled", where=row["id"])
-    traits = _traits(row, assumed)
+    recipe, traits = _low_precision(row, assumed), _traits(row, assumed)
     shape, cluster = _shape(row, assumed), _cluster(row, traits, assumed)
-    layout = _layout(row, traits, assumed)
+    layout = _layout(row, traits, (_FP8[recipe] or traits.fp8) if recipe else None, assumed)
+    check_measurements(row, shape, cluster.device)
+    if row["peak_mem_gib"] and not any(
+        name in str(row["mem_kind"]) for name in ("nvidia-smi", "reserved", "allocated")
+    ):
+        assumed.append(f"mem_kind {row['mem_kind']!r} is unknown: allocated")
     return Run(row, shape, cluster, layout, traits, _plan(row, shape, layout), tuple(assumed))
+
+
+def _low_precision(row: Row, assumed: list[str]) -> str | None:
+    """The key of _FP8 that the stated precision starts with; None: 16 bits."""
+    stated = row["precision"]
+    if stated is None:
+        assumed.append("precision not stated: 16 bits")
+        return None
+    text = stated.lower()
+    low = next((known for known in _FP8 if text.startswith(known)), None)
+    if text.startswith(("fp32", "tf32", "fp64")):
+        raise SpecError(f"training in {stated} is not modelled", where=row["id"])
+    if low is None and ("16" not in text or "fp8" in text or "fp4" in text):
+        raise SpecError(f"{stated!r} is not known: bf16, fp16, {', '.join(_FP8)}", where=f"{row['id']}: precision")
+    return low
 
 
 @cache
@@ -164,6 +187,7 @@ def _shape(row: Row, assumed: list[str]) -> BlockShape:
 def _cluster(row: Row, traits: StackTraits, assumed: list[str]) -> ClusterSpec:
     kind = device_of(row)
     device = DEVICES[kind]
+    check_device_memory(row, device)
     if row.get("gpu_mem_gb"):
         device = replace(device, memory_bytes=int(row["gpu_mem_gb"] * 2**30), reserved_bytes=0)
     stack = StackSpec(attention=traits.attention, elementwise=traits.elementwise,
@@ -186,7 +210,7 @@ def _fitting(devices: int, span: int) -> int:
     return max(d for d in range(1, span + 1) if devices % d == 0)
 
 
-def _layout(row: Row, traits: StackTraits, assumed: list[str]) -> RunLayout:
+def _layout(row: Row, traits: StackTraits, fp8: str | None, assumed: list[str]) -> RunLayout:
     cp, dp = row["cp"], row["dp"]
     degrees = Degrees(dp=dp, cp=cp, tp=row["tp"], pp=row["pp"])
     if degrees.world_size != row["n_gpus"]:
@@ -197,7 +221,6 @@ def _layout(row: Row, traits: StackTraits, assumed: list[str]) -> RunLayout:
         raise SpecError(f"{row['pp'] * row['vpp']} stages for {row['layers']} layers", where=str(row["id"]))
     if row["seq"] % cp or dp * cp % (row["zero_shard_gpus"] or 1):
         raise SpecError("cp does not divide the sequence, or the shard group dp x cp", where=str(row["id"]))
-    low = next((known for known in _FP8 if str(row.get("precision")).lower().startswith(known)), None)
     zero = _zero(row, assumed)
     return RunLayout(
         degrees=degrees, layers=row["layers"], seq_len=row["seq"], micro_batch=row["mbs"],
@@ -205,7 +228,7 @@ def _layout(row: Row, traits: StackTraits, assumed: list[str]) -> RunLayout:
         zero_shard=row["zero_shard_gpus"] or dp * cp, recompute=_recompute(row, traits, assumed),
         sequence_sharding=bool(row.get("sp")) and row["tp"] > 1,
         cp_exchange="all_to_all" if any("a2a" in u for u in row.get("uncertain") or ()) else "ring",
-        fp8=(_FP8[low] or traits.fp8) if low else None,
+        fp8=fp8,
     )  # fmt: skip
 
 

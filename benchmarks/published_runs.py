@@ -13,6 +13,7 @@ import argparse
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,8 @@ def print_report(found: dict[str, Any], priced: Sequence[Priced], worst: int) ->
         print(f"  {p.run.id:30} {p.error:+7.1%}  {p.run.step_s:9.4g} s  {parts}")
     for row, reason in found["not_priced"].items():
         print(f"  not priced: {row}: {reason}")
+    for text, count in Counter(text for texts in found["assumed"].values() for text in texts).items():
+        print(f"  assumed: {text} ({count} rows)")
 
 
 def _print_times(title: str, scores: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from autopar.checks import shown
 from autopar.errors import SpecError
 
 __all__ = ["Row", "complete", "device_of", "network_of"]
@@ -18,6 +19,8 @@ Row = Mapping[str, Any]
 _COUNTS = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq", "n_gpus", "gpus_per_node", "tp", "cp", "pp",
            "dp", "ep", "vpp", "mbs", "gbs", "n_micro", "zero_shard_gpus")  # fmt: skip
 _FIGURES = ("gpu_mem_gb", "step_time_s", "tokens_per_s_per_gpu", "peak_mem_gib")
+_TEXTS = ("precision", "framework", "recompute", "mem_kind", "tier", "model", "gpu", "net")
+_FLAGS = ("sp", "gated_mlp", "oom")
 _NEEDED = ("layers", "hidden", "heads", "seq", "gpu", "n_gpus", "dp", "mbs", "gbs")
 
 _DEVICES = (  # the first whose pattern is found; memory in GiB told apart by the row
@@ -34,6 +37,9 @@ _NO_SWITCH = "NVLink in node; 4 OmniPath links per 8-GPU node"
 _MOST = 2**24
 """Of anything counted in a row: a slip of the pen, and products of such sizes leave 64 bits."""
 
+_MOST_FIGURE = 1e9
+"""Of anything measured, in the units of a row."""
+
 
 def complete(row: Row, assumed: list[str]) -> dict[str, Any]:
     """The row with every field a price needs. Raises SpecError naming what is missing or no number."""
@@ -43,7 +49,7 @@ def complete(row: Row, assumed: list[str]) -> dict[str, Any]:
         full[name] = _number(full.get(name), name in _COUNTS, f"{where}: {name}")
     _complete_optional(full, assumed)
     _complete_degrees(full)
-    _complete_batch(full)
+    _complete_batch(full, where)
     missing = [name for name in _NEEDED if full.get(name) is None]
     if missing:
         raise SpecError(f"not stated: {', '.join(missing)}", where=where)
@@ -61,25 +67,29 @@ def _complete_optional(full: dict[str, Any], assumed: list[str]) -> None:
         if not isinstance(full[name], Mapping):
             assumed.append(f"{name} {full[name]!r} is no object: left out")
             full[name] = {}
-    if not isinstance(full.get("uncertain"), list):
-        full["uncertain"] = []
-    for name in ("precision", "framework", "recompute", "mem_kind", "tier", "oom"):
+    stated = full.get("uncertain")
+    full["uncertain"] = [str(doubt) for doubt in stated] if isinstance(stated, list) else []
+    for name in _TEXTS:
         full.setdefault(name, None)
-    for name in ("precision", "framework", "recompute", "mem_kind", "tier", "model", "gpu"):
-        if isinstance(full.get(name), (list, dict)):
+        if full[name] is not None and not isinstance(full[name], str):
             raise SpecError(f"must be a text, not {full[name]!r}", where=f"{full['id']}: {name}")
-    for name in ("tp", "pp", "cp", "vpp", "ep"):
-        full[name] = full[name] or 1
+    for name in _FLAGS:
+        if full.setdefault(name, None) not in (None, True, False):
+            raise SpecError(f"must be true or false, not {full[name]!r}", where=f"{full['id']}: {name}")
+    unstated = [name for name in ("tp", "pp", "cp", "vpp", "ep") if full[name] is None]
+    full.update(dict.fromkeys(unstated, 1))
+    assumed += [f"{', '.join(unstated)} not stated: 1"] if unstated else []
+    assumed += ["sp not stated: false"] if full["sp"] is None and full["tp"] > 1 else []
 
 
 def _number(value: Any, whole: bool, where: str) -> Any:
     if value is None:
         return None
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or value <= 0 or (whole and value != int(value)):
-        raise SpecError(f"must be a positive {'integer' if whole else 'number'}, not {value!r}", where=where)
-    if value > _MOST and whole:
-        raise SpecError(f"{value!r} is more than any run has", where=where)
+    if not number or not 0 < value < math.inf or (whole and value != int(value)):
+        raise SpecError(f"must be a positive {'integer' if whole else 'number'}, not {shown(value)}", where=where)
+    if value > (_MOST if whole else _MOST_FIGURE):
+        raise SpecError(f"{shown(value)} is more than any run has", where=where)
     return int(value) if whole else float(value)
 
 
@@ -91,8 +101,8 @@ def _complete_degrees(full: dict[str, Any]) -> None:
         full["n_gpus"] = full["dp"] * model
 
 
-def _complete_batch(full: dict[str, Any]) -> None:
-    """Global batch = dp x micro-batch x micro-batches; any two give the third."""
+def _complete_batch(full: dict[str, Any], where: str) -> None:
+    """Global batch = dp x micro-batch x micro-batches; any two give the third, and all three must agree."""
     dp, mbs, gbs, count = (full[name] for name in ("dp", "mbs", "gbs", "n_micro"))
     if dp is None:
         return
@@ -100,6 +110,8 @@ def _complete_batch(full: dict[str, Any]) -> None:
         full["gbs"] = dp * mbs * count
     if mbs is None and gbs is not None and count is not None and gbs % (dp * count) == 0:
         full["mbs"] = gbs // (dp * count)
+    if None not in (mbs, gbs, count) and dp * mbs * count != gbs:
+        raise SpecError(f"dp {dp} x mbs {mbs} x n_micro {count} is not gbs {gbs}", where=where)
 
 
 def _complete_shape(full: dict[str, Any], assumed: list[str]) -> None:

@@ -35,10 +35,12 @@ def prepare_rows(rows: Iterable[Row], workers: int = 1) -> tuple[list[Prepared],
     `workers` processes."""
     runs: list[Run] = []
     refused: dict[str, str] = {}
+    names: set[str] = set()
     for number, row in enumerate(rows, 1):
         name = str(row.get("id") or f"row {number}")
-        if name in refused or any(run.id == name for run in runs):
+        if name in names:
             name = f"{name} (row {number})"
+        names.add(name)
         try:
             runs.append(as_run({**row, "id": name}))
         except AutoparError as error:

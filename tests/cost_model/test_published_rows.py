@@ -143,6 +143,86 @@ def test_a_size_that_leaves_64_bits_is_refused_with_its_field(field: str) -> Non
     assert f"{field}: {10**30} is more than any run has" in refused["seqsel/full"]
 
 
+FIELDS = ("tp", "pp", "cp", "dp", "seq", "mbs", "gbs", "vocab", "n_gpus", "gpu_mem_gb", "layers", "hidden", "heads",
+          "kv_heads", "ffn", "vpp", "ep", "n_micro", "zero", "zero_shard_gpus", "gpus_per_node", "step_time_s",
+          "peak_mem_gib", "precision", "recompute", "framework", "net", "gpu", "mem_kind", "sp", "gated_mlp", "oom",
+          "uncertain", "overlap", "extra")  # fmt: skip
+NOT_STATED_BY_ZERO = ("zero", "sp", "gated_mlp", "oom", "overlap", "extra", "uncertain")
+
+
+@pytest.mark.parametrize("field", FIELDS, ids="field {}".format)  # an id of "gpu" alone would be a mark
+def test_every_field_is_priced_or_refused_whatever_it_holds(field: str) -> None:
+    """Nothing ends the run, and no text or count takes a number that it cannot be."""
+    from row_prices import prepare_rows
+
+    values = (0, -1, 1.5, "x", None, float("nan"), 1e9, [1], {"a": [1]}, 2**24, 10**400, 1e-30)
+    rows = [ROWS[2] | {field: value, "id": f"{i}"} for i, value in enumerate(values)]
+    prepared, refused = prepare_rows(rows)
+    assert len(prepared) + len(refused) == len(rows)
+    if field not in NOT_STATED_BY_ZERO:
+        assert {"0", "1", "5", "6", "7", "8", "10", "11"} <= set(refused), refused
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ({"step_time_s": 1e8}, "of the devices' peak rate"), ({"step_time_s": 0.02}, "of the devices' peak rate"),
+        ({"peak_mem_gib": 60.68 * 1024}, "outside"), ({"peak_mem_gib": 0.06}, "outside"),
+        ({"gpu_mem_gb": 1.5}, "not the memory of B200"), ({"n_micro": 3}, "is not gbs 16"),
+        ({"precision": "int4"}, "not known: bf16"), ({"precision": "bf16 with fp8"}, "not known"),
+        ({"step_time_s": None, "tokens_per_s_per_gpu": 1e7}, "of the devices' peak rate"),
+    ],
+)  # fmt: skip
+def test_measurements_that_cannot_be_are_listed(fault: dict[str, Any], reason: str) -> None:
+    """One slip of a unit would outweigh five hundred rows in a mean."""
+    from row_prices import prepare_rows
+
+    _, refused = prepare_rows([ROWS[2] | fault])
+    assert reason in refused["b200/tp2"]
+
+
+def test_what_a_row_does_not_state_is_listed_as_assumed() -> None:
+    from published_rows import as_run
+
+    bare = {k: v for k, v in ROWS[0].items() if k not in ("precision", "sp", "cp", "ep", "vpp")}
+    run = as_run(bare | {"peak_mem_gib": 40.0, "mem_kind": "their tool"})
+    assert {
+        "precision not stated: 16 bits", "sp not stated: false", "cp, vpp, ep not stated: 1",
+        "mem_kind 'their tool' is unknown: allocated",
+    } <= set(run.assumed)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "holds no rows"), (b"\n \n", "holds no rows"), (b"\x7fELF\x02\xff\xfe", "not UTF-8 text"),
+        (b"[" * 100_000, "not JSON"), (b'{"id": 1}\n{"id"', ":2"), (b"[1]", "not a JSON object"),
+    ],
+)  # fmt: skip
+def test_files_that_hold_no_rows_end_with_the_reason(
+    content: bytes, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import published_runs
+
+    data = tmp_path / "rows.jsonl"
+    data.write_bytes(content)
+    monkeypatch.setattr(sys, "argv", ["published_runs.py", "--data", str(data)])
+    with pytest.raises(SystemExit) as stopped:
+        published_runs.main()
+    said = capsys.readouterr().err
+    assert stopped.value.code == 2
+    assert reason in said
+    assert str(data) in said
+
+
+def test_rows_are_lines_whatever_their_texts_hold(tmp_path: Path) -> None:
+    from published_rows import read_rows
+
+    data = tmp_path / "rows.jsonl"
+    data.write_text('\ufeff{"id": "a\u2028b"}\r\n{"id": "c"}\n', encoding="utf-8")
+    assert [row["id"] for row in read_rows(data)] == ["a\u2028b", "c"]
+
+
 def test_a_text_that_is_a_list_is_refused_with_its_field() -> None:
     from row_prices import prepare_rows
 
