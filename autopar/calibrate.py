@@ -1,8 +1,8 @@
 """From measurements of this machine to a cluster file: `autopar calibrate`.
 
 Device rates are the best seen, efficiencies what the other sizes reach of them. Each collective of each level of the
-network gets the latency and bandwidth that fit it best, in relative error, under the formulas the search prices with,
-and so does the level as a whole: what a backend does not emulate alike differs several times.
+network gets the latency and bandwidth of one device that fit it best, by the logarithm of the error, under the formulas
+the search prices with, and so does the level as a whole: what a backend does not emulate alike differs several times.
 """
 
 from __future__ import annotations
@@ -20,17 +20,20 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from autopar.cost_model.comm_cost import GroupCost
+from autopar.cost_model.comm_cost import GroupCost, cards_used
 from autopar.errors import SpecError
 from autopar.hardware import DEVICES
 from autopar.links import COLLECTIVES
 from autopar.runtime.launch import join_torchrun, run_ranks
 from autopar.runtime.measure import Sample, measure, measurement_count
 
-__all__ = ["Calibration", "Level", "calibrate", "calibrate_locally", "fit", "show_progress"]
+__all__ = ["Calibration", "Level", "Rate", "calibrate", "calibrate_locally", "fit", "group_sizes", "show_progress"]
 
 _LEAST_LATENCY_S = 1e-7
 _FIT_ROUNDS, _MOST_STEP = 20, 0.9
+_FIRST_GUESS = (1e-5, 1e-9)
+"""Seconds a message and a byte."""
+_NUDGE = 1e-6
 
 Array = npt.NDArray[np.float64]
 
@@ -57,12 +60,12 @@ class Level:
     name: str
     span: int
     rate: Rate
-    kinds: dict[str, Rate]
+    kinds: tuple[tuple[str, Rate], ...]
 
     def toml(self) -> list[str]:
         lines = ["[[link]]", f'name = "{self.name}"', f"span = {self.span}", *self.rate.toml()]
         lines += ["efficiency = 1.0  # bandwidth is what was reached"]
-        for kind, rate in self.kinds.items():
+        for kind, rate in self.kinds:
             lines += ["", f"[link.{kind}]", *rate.toml()]
         return lines
 
@@ -168,7 +171,7 @@ def fit(samples: Sequence[Sample], device: torch.device, ranks: int, sizes: Sequ
         launch_s=launch.seconds / launch.amount,
         reserved_bytes=DEVICES["cpu" if device.type == "cpu" else "a100-80g"].reserved_bytes,
         levels=tuple(
-            _fit_level(name, span, [s for s in samples if inside < s.ranks <= span and s.kind in COLLECTIVES])
+            _fit_level(name, inside, span, samples)
             for name, inside, span in zip(names, (1, *sizes), sizes, strict=False)
         ),
         samples=tuple(samples),
@@ -188,21 +191,25 @@ def group_sizes(levels: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted({2, *levels})) if levels and levels[0] % 2 == 0 else tuple(levels)
 
 
-def _fit_level(name: str, span: int, samples: Sequence[Sample]) -> Level:
-    kinds = {kind: [s for s in samples if s.kind == kind] for kind in COLLECTIVES}
-    return Level(name, span, _fit_rate(samples), {kind: _fit_rate(own) for kind, own in kinds.items() if own})
+def _fit_level(name: str, inside: int, span: int, samples: Sequence[Sample]) -> Level:
+    """From the groups that cross the level and no further one; they have `inside` members in each unit below it."""
+    crossing = [s for s in samples if inside < s.ranks <= span and s.kind in COLLECTIVES]
+    kinds = ((kind, [s for s in crossing if s.kind == kind]) for kind in COLLECTIVES)
+    rates = tuple((kind, _fit_rate(own, cards_used(kind, inside))) for kind, own in kinds if own)
+    return Level(name, span, _fit_rate(crossing, inside), rates)
 
 
-def _fit_rate(samples: Sequence[Sample]) -> Rate:
+def _fit_rate(samples: Sequence[Sample], cards: int) -> Rate:
     """Least squares of the errors' logarithms in latency and seconds per byte, neither below zero: half as long is as
-    wrong as twice as long. Each round is linear around the fit of the last one."""
-    rows = np.array([_terms(s.kind, s.ranks, s.amount) for s in samples])
+    wrong as twice as long. Each round is linear around the fit of the last one. `cards` share the bytes."""
+    latency, per_byte = _FIRST_GUESS
     seconds = np.array([s.seconds for s in samples])
     fitted = seconds
     for _ in range(_FIT_ROUNDS):
+        rows = np.array([_terms(s, cards, latency, per_byte) for s in samples])
         aim = fitted * (1 + np.clip(np.log(seconds / fitted), -_MOST_STEP, _MOST_STEP))
         latency, per_byte = _non_negative_fit(rows, aim, fitted)
-        fitted = rows @ (latency, per_byte)
+        fitted = np.array([_seconds(s, cards, latency, per_byte) for s in samples])
     return Rate(1.0 / per_byte, latency, float(np.median(np.abs(fitted / seconds - 1))))
 
 
@@ -218,10 +225,16 @@ def _non_negative_fit(rows: Array, seconds: Array, scale: Array) -> tuple[float,
     return float(latency), float(per_byte)
 
 
-def _terms(kind: str, ranks: int, whole_bytes: float) -> tuple[float, float]:
-    """(messages, bytes) one rank waits for, as `GroupCost` counts them."""
-    free = GroupCost(ranks, float("inf"), 1.0).seconds(kind, 0.0)
-    return free, GroupCost(ranks, 1.0, 0.0).seconds(kind, whole_bytes)
+def _seconds(sample: Sample, cards: int, latency: float, per_byte: float) -> float:
+    return GroupCost(sample.ranks, cards / per_byte, latency).seconds(sample.kind, sample.amount)
+
+
+def _terms(sample: Sample, cards: int, latency: float, per_byte: float) -> tuple[float, float]:
+    """(messages, bytes through one card) that a rank waits for at such a rate, by which an all-reduce is a ring or a
+    tree: the derivatives of its time."""
+    here = _seconds(sample, cards, latency, per_byte)
+    nbytes = (_seconds(sample, cards, latency, per_byte * (1 + _NUDGE)) - here) / (per_byte * _NUDGE)
+    return (here - per_byte * nbytes) / latency, nbytes
 
 
 def _memory_bytes(device: torch.device, ranks: int) -> int:

@@ -5,7 +5,8 @@ N (n-1)/n for all-gather and reduce-scatter, N (n-1)/n^2 for an all-to-all, and 
 spans several units of a level (nodes) has k members in each, so k network cards: its flow over that level is divided by
 k, and the slowest level it crosses sets the pace (as NCCL's parallel rings do). `bandwidth` of a link is per device
 with all devices talking, which is the case for every axis of an SPMD mesh, so `shared_by` needs no further division.
-Where a link has measured figures of a collective, those take the place of its own.
+Where a link has measured figures of a collective, those take the place of its own; a send and a rank's part of an
+all-to-all pass through that rank's card alone, and figures of them are taken so.
 """
 
 from __future__ import annotations
@@ -17,10 +18,14 @@ from functools import lru_cache
 from autopar.mesh import Degrees
 from autopar.specs import ClusterSpec, LinkSpec
 
-__all__ = ["LOCAL_KINDS", "GroupCost", "group_cost"]
+__all__ = ["LOCAL_KINDS", "GroupCost", "cards_used", "group_cost"]
 
 LOCAL_KINDS = frozenset({"none", "slice", "pad", "keep_first"})
 """Parts of a conversion that move nothing."""
+
+_ONE_CARD = frozenset({"all_to_all", "send"})
+"""Kinds that no ring divides among the cards of a node. Under a link's own figures, which the constants were fitted
+with, they are divided all the same: a preset is too fast for a ring of cp with several members in a node."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +97,8 @@ def _group_cost(links: tuple[LinkSpec, ...], size: int, stride: int) -> GroupCos
     crossed, reduces = _crossed(links, size * stride, stride), True
     for link, _ in crossed:
         reduces = reduces and link.in_network_reduction
-    kinds = sorted({own.kind for link, _ in crossed for own in link.collectives})
-    own = tuple((kind, *_slowest(crossed, kind)) for kind in kinds)
+    kinds = {own.kind for link, _ in crossed for own in link.collectives}
+    own = tuple((kind, *_slowest(crossed, kind)) for kind in sorted(kinds))
     return GroupCost(size, *_slowest(crossed, ""), reduces, own)
 
 
@@ -114,8 +119,15 @@ def _slowest(crossed: list[tuple[LinkSpec, int]], kind: str) -> tuple[float, flo
     slowest, latency_s = math.inf, 0.0
     for link, members_per_unit in crossed:
         bandwidth, latency = link.rate(kind)
-        slowest, latency_s = min(slowest, bandwidth * members_per_unit), max(latency_s, latency)
+        measured = any(own.kind == kind for own in link.collectives)
+        cards = cards_used(kind, members_per_unit) if measured else members_per_unit
+        slowest, latency_s = min(slowest, bandwidth * cards), max(latency_s, latency)
     return slowest, latency_s
+
+
+def cards_used(kind: str, members_per_unit: int) -> int:
+    """Links of a level that a measured collective's flow is divided among, if its group has so many members a unit."""
+    return 1 if kind in _ONE_CARD else members_per_unit
 
 
 def _fits(extent: int, span: int) -> bool:

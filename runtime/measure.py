@@ -21,7 +21,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["Sample", "measure", "measurement_count"]
+from autopar.links import COLLECTIVES
+
+__all__ = ["Sample", "measure", "measurement_count", "send_partner"]
 
 _ROUNDS = 3
 _WINDOW_S = 0.06
@@ -35,7 +37,8 @@ class Sample:
     """One figure: `amount` of work in `seconds`.
 
     kind    "matmul", "attention" (amount: flops), "memory" (bytes read and written), "launch" (kernels), or a
-            collective: "all_reduce", "all_gather", "reduce_scatter", "all_to_all" (bytes of the whole tensor), "send"
+            collective: "all_reduce", "all_gather", "reduce_scatter", "all_to_all" (bytes of the whole tensor, of which
+            a rank holds a part where it is cut), "send" (bytes of the message)
     dtype   of the operands, by the plan's name for it
     ranks   size of the group; 1 for what a rank does alone (all others doing the same)
     shape   the sizes, for the reader
@@ -71,7 +74,7 @@ def measurement_count(device: torch.device, group_sizes: Sequence[int]) -> int:
     """How often `measure` reports, for a progress bar: each figure once a round."""
     sizes = _sizes(device)
     compute = len(sizes.dtypes) * len(sizes.products) + 3
-    return _ROUNDS * (compute + sum(5 * len(sizes.messages) for n in group_sizes if n > 1))
+    return _ROUNDS * (compute + sum(len(COLLECTIVES) * len(sizes.messages) for n in group_sizes if n > 1))
 
 
 def measure(
@@ -196,36 +199,48 @@ def _group_of(size: int) -> dist.ProcessGroup:
 
 
 def _collectives(nbytes: int, group: dist.ProcessGroup, device: torch.device) -> Iterator[_Job]:
-    """`nbytes` of the whole tensor; a send moves them to the neighbour, who sends as many back."""
+    """About `nbytes` of the whole tensor (a send: of the message), in parts of equal size. An all-to-all cuts the part
+    of a rank once more, a piece for each of the others."""
     n = group.size()
-    elements = max(1, nbytes // 4 // n) * n
-    part = elements // n
-    whole = 4.0 * elements
+    even, twice_even = (max(1, nbytes // 4 // parts) * parts for parts in (n, n**2))
     all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-    def job(kind: str, run: Callable[[Tensor, Tensor], Any], calls: int = 1) -> _Job:
+    def job(kind: str, elements: int, run: Callable[[Tensor, Tensor], Any], between: str = "", calls: int = 1) -> _Job:
         def prepare() -> Callable[[], Any]:
-            large, small = torch.ones(elements, device=device), torch.ones(part, device=device)
-            return lambda: run(large, small)
+            whole, part = torch.ones(elements, device=device), torch.ones(elements // n, device=device)
+            return lambda: run(whole, part)
 
-        return _Job(kind, "fp32", whole, f"{int(whole)} bytes over {n}", prepare, group, calls)
+        shape = f"{4 * elements} bytes {between or f'over {n}'}"
+        return _Job(kind, "fp32", 4.0 * elements, shape, prepare, group, calls)
 
-    yield job("all_reduce", lambda large, small: dist.all_reduce(large, group=group))
-    yield job("all_gather", lambda large, small: all_gather(large, small, group=group))
-    yield job("reduce_scatter", lambda large, small: reduce_scatter(small, large, group=group))
-    yield job("all_to_all", lambda large, small: dist.all_to_all_single(torch.empty_like(large), large, group=group))
-    yield job("send", lambda large, small: _to_neighbour_and_back(large, group), calls=2)
+    yield job("all_reduce", even, lambda whole, part: dist.all_reduce(whole, group=group))
+    yield job("all_gather", even, lambda whole, part: all_gather(whole, part, group=group))
+    yield job("reduce_scatter", even, lambda whole, part: reduce_scatter(part, whole, group=group))
+    yield job(
+        "all_to_all", twice_even, lambda whole, part: dist.all_to_all_single(torch.empty_like(part), part, group=group)
+    )
+    between = f"from ranks to those {n // 2} above and back"
+    yield job("send", even, lambda whole, part: _to_partner_and_back(whole, group), between, calls=2)
 
 
-def _to_neighbour_and_back(tensor: Tensor, group: dist.ProcessGroup) -> None:
-    """Even ranks send to the odd one above them, then wait for its answer; an odd one out has nothing to do."""
-    ranks, here = dist.get_process_group_ranks(group), group.rank()
-    peer = here ^ 1
-    if peer < len(ranks):
-        turns = (dist.send, dist.recv) if here % 2 == 0 else (dist.recv, dist.send)
+def send_partner(rank: int, ranks: int) -> int | None:
+    """Whom a rank of a group exchanges messages with: half the group away, in another node if the group spans several
+    whole ones. None for the last of an odd number."""
+    half = ranks // 2
+    if rank >= 2 * half:
+        return None
+    return rank + half if rank < half else rank - half
+
+
+def _to_partner_and_back(tensor: Tensor, group: dist.ProcessGroup) -> None:
+    """The lower ranks send, then wait for the answer of the upper ones."""
+    here = group.rank()
+    peer = send_partner(here, group.size())
+    if peer is not None:
+        turns = (dist.send, dist.recv) if here < peer else (dist.recv, dist.send)
         for turn in turns:
-            turn(tensor, ranks[peer], group=group)
+            turn(tensor, dist.get_process_group_ranks(group)[peer], group=group)
 
 
 def _seconds(job: _Job, device: torch.device) -> float:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from datetime import date
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from autopar import cli
 from autopar.calibrate import Calibration, _level_sizes, fit, group_sizes
 from autopar.cost_model.comm_cost import GroupCost, group_cost
 from autopar.links import COLLECTIVES
 from autopar.mesh import Degrees
-from autopar.runtime.measure import Sample, measure, measurement_count
+from autopar.runtime.measure import Sample, _collectives, measure, measurement_count, send_partner
 from autopar.specs import ClusterSpec
 
 CPU = torch.device("cpu")
@@ -58,11 +61,20 @@ def test_latency_and_bandwidth_of_exact_samples(ranks: int) -> None:
     assert level.rate.error < 0.05
 
 
-def test_levels_are_fitted_apart() -> None:
-    node, network = fit(samples((4, 1e11, 2e-6), (8, 1e9, 2e-5)), CPU, 8, (4, 8)).levels
-    assert (node.span, network.span) == (4, 8)
-    assert node.rate.bandwidth == pytest.approx(1e11, rel=0.1)
-    assert network.rate.bandwidth == pytest.approx(1e9, rel=0.1)
+def test_two_levels_come_back_from_the_file_as_they_were_measured(tmp_path: Path) -> None:
+    """Two nodes of four: what a group of all reached is what one of all is priced at; a device alone in its node gets
+    the share of one network card in a ring, and all of what one sends."""
+    made = samples((4, 1e11, 2e-6), (8, 4e9, 2e-5))
+    found = fit(made, CPU, 8, (4, 8))
+    assert [level.span for level in found.levels] == [4, 8]
+    cluster = written(found, tmp_path / "cluster.toml")
+    for s in (s for s in made if s.kind in COLLECTIVES):
+        cost = group_cost(cluster, Degrees(tp=s.ranks, dp=8 // s.ranks), "tp")
+        assert cost.seconds(s.kind, s.amount) == pytest.approx(s.seconds, rel=0.01), s
+    alone = group_cost(cluster, Degrees(tp=4, dp=2), "dp")
+    for kind in COLLECTIVES:
+        card = GroupCost(2, 4e9 if kind in ("send", "all_to_all") else 1e9, 2e-5)
+        assert alone.seconds(kind, 1e7) == pytest.approx(card.seconds(kind, 1e7), rel=0.01), kind
 
 
 def test_each_collective_has_its_own_figures_over_groups_of_several_sizes(tmp_path: Path) -> None:
@@ -89,8 +101,9 @@ def test_noise_on_both_sides_leaves_the_fit_in_the_middle() -> None:
         for n in (1e3, 1e5, 1e6) for factor in (0.25, 0.5, 1.0, 2.0, 4.0)
     ]  # fmt: skip
     (level,) = fit([*samples(), *noisy], CPU, 2, (2,)).levels
-    assert level.kinds["send"].latency_s == pytest.approx(1e-4, rel=0.3)
-    assert level.kinds["send"].bandwidth == pytest.approx(1e9, rel=0.3)
+    send = dict(level.kinds)["send"]
+    assert send.latency_s == pytest.approx(1e-4, rel=0.3)
+    assert send.bandwidth == pytest.approx(1e9, rel=0.3)
 
 
 def test_samples_without_a_slope_give_a_finite_bandwidth() -> None:
@@ -144,6 +157,52 @@ def test_measuring_alone_goes_round_as_announced_and_takes_medians() -> None:
         figures = sorted(s.seconds for s in seen[i :: len(taken)])
         assert sample.seconds == figures[rounds // 2]
     assert all(s.seconds > 0 and s.amount > 0 and s.ranks == 1 for s in taken)
+
+
+class FakeGroup:
+    """Of four ranks, seen from one of them."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.size = lambda: rank, lambda: 4
+
+
+@pytest.mark.parametrize("nbytes", [1 << 10, 1000, 4])
+def test_a_collective_moves_the_bytes_it_is_priced_for(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the tensors that are handed over: a rank's share of them crosses a link, by the definition of each kind."""
+    moved: dict[str, float] = {}
+
+    def of_a_ring(name: str) -> Callable[..., None]:
+        return lambda out, own, **_: moved.update({name: max(out.nbytes, own.nbytes) - min(out.nbytes, own.nbytes)})
+
+    fakes = {
+        "all_reduce": lambda whole, **_: moved.update(all_reduce=2 * whole.nbytes * 3 / 4),
+        "all_to_all_single": lambda out, own, **_: moved.update(all_to_all=own[own.numel() // 4 :].nbytes),
+        "send": lambda message, peer, **_: moved.update(send=message.nbytes),
+        "recv": lambda *_, **__: None,
+        "get_process_group_ranks": lambda _: range(4),
+        **{name: of_a_ring("all_gather") for name in ("all_gather_single", "all_gather_into_tensor")},
+        **{name: of_a_ring("reduce_scatter") for name in ("reduce_scatter_single", "reduce_scatter_tensor")},
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(dist, name, fake, raising=False)
+    for job in _collectives(nbytes, cast(dist.ProcessGroup, FakeGroup(0)), CPU):
+        job.prepare()()
+        priced = GroupCost(4, 1.0, 0.0).seconds(job.kind, job.amount)
+        assert moved[job.kind] == priced, job.kind
+        assert job.amount == pytest.approx(nbytes, abs=4 * 16), job.kind
+        assert job.shape.startswith(f"{job.amount:.0f} bytes")
+    assert moved.keys() == set(COLLECTIVES)
+
+
+@pytest.mark.parametrize(("node", "nodes"), [(1, 2), (4, 2), (2, 3), (3, 3), (8, 1), (3, 1)])
+def test_sends_pair_ranks_and_cross_nodes(node: int, nodes: int) -> None:
+    ranks = node * nodes
+    partners = {rank: send_partner(rank, ranks) for rank in range(ranks)}
+    assert [rank for rank, peer in partners.items() if peer is None] == [ranks - 1] * (ranks % 2)
+    for rank, peer in partners.items():
+        if peer is not None:
+            assert partners[peer] == rank != peer
+            assert nodes == 1 or rank // node != peer // node
 
 
 @pytest.mark.distributed

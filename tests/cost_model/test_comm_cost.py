@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from autopar.cost_model.comm_cost import GroupCost, group_cost
 from autopar.hardware import preset
 from autopar.mesh import Degrees
+from autopar.specs import ClusterSpec, CollectiveSpec, LinkSpec
 
 GB = 1e9
 
@@ -46,6 +50,65 @@ def test_members_in_a_node_add_their_network_cards() -> None:
     network, inside = 8 * 50 * cluster.links[1].efficiency, 450 * cluster.links[0].efficiency
     assert whole.bytes_per_s == pytest.approx(min(network, inside) * GB)
     assert whole.latency_s == 5e-6
+
+
+TWO_LEVELS = """
+[device]
+kind = "h100"
+
+[[link]]
+name = "nvlink"
+span = 4
+bandwidth = "400GB/s"
+latency = "2us"
+efficiency = 0.5
+
+[[link]]
+name = "network"
+span = 8
+bandwidth = "50GB/s"
+latency = "5us"
+efficiency = 0.8
+
+[link.send]
+bandwidth = "30GB/s"
+latency = "10us"
+"""
+
+
+def test_figures_of_one_collective_on_one_level_only(tmp_path: Path) -> None:
+    """Two nodes of four. A measured send passes through one card, however many ranks of its group a node has; all else
+    goes by the link, and so does a send inside a node."""
+    path = tmp_path / "cluster.toml"
+    path.write_text(TWO_LEVELS, encoding="utf-8")
+    cluster = ClusterSpec.load(path)
+    whole, alone, inside = (group_cost(cluster, Degrees(tp=tp, pp=8 // tp), axis)
+                            for tp, axis in ((8, "tp"), (4, "pp"), (4, "tp")))  # fmt: skip
+    for group in (whole, alone):
+        assert group.seconds("send", GB) == pytest.approx(1 / 30 + 1e-5)
+    assert inside.seconds("send", GB) == pytest.approx(1 / 200 + 2e-6)
+    assert whole.seconds("all_gather", GB) == pytest.approx(7 / 8 / (4 * 40) + 7 * 5e-6)
+    assert alone.seconds("all_gather", GB) == pytest.approx(1 / 2 / 40 + 5e-6)
+    assert inside.seconds("all_gather", GB) == pytest.approx(3 / 4 / 200 + 3 * 2e-6)
+
+
+def test_the_slowest_level_counts_for_each_collective() -> None:
+    """The inner level is the slower one for gathers, the outer one for sends; latencies are the longest of both."""
+    inner = LinkSpec(name="inner", span=2, bandwidth=100 * GB, latency=1e-6, efficiency=1.0,
+                     collectives=(CollectiveSpec(kind="all_gather", bandwidth=10 * GB, latency=7e-6),))  # fmt: skip
+    outer = LinkSpec(name="outer", span=4, bandwidth=40 * GB, latency=5e-6, efficiency=1.0,
+                     collectives=(CollectiveSpec(kind="send", bandwidth=20 * GB, latency=9e-6),))  # fmt: skip
+    cluster = replace(preset("dgx-h100", 1), num_devices=4, links=(inner, outer))
+    group = group_cost(cluster, Degrees(tp=4), "tp")
+    assert group.own == (("all_gather", 10 * GB, 7e-6), ("send", 20 * GB, 9e-6))
+    assert (group.bytes_per_s, group.latency_s) == (80 * GB, 5e-6)  # two cards a node
+
+
+def test_equal_messages_pay_latency_each() -> None:
+    group = GroupCost(4, 1 * GB, 1e-3)
+    assert group.in_messages("all_gather", 1 * GB, 1) == pytest.approx(0.75 + 3e-3)
+    assert group.in_messages("all_gather", 1 * GB, 5) == pytest.approx(0.75 + 5 * 3e-3)
+    assert group.in_messages("all_gather", 1 * GB, 0) == 0.0
 
 
 def test_a_group_that_straddles_nodes_pays_the_network() -> None:
