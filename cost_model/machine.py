@@ -104,21 +104,30 @@ class Machine:
         moved_s = kernels.moved_bytes / self.bytes_per_s
         matmul_s = np.maximum(self._matmul_s(kernels), moved_s)
         attention_s = np.maximum(self._attention_s(kernels), moved_s)
-        own = kernels.fused_bytes if self.fuses else kernels.moved_bytes
-        memory_s = own * self.elementwise_traffic / self.bytes_per_s
+        memory_s = self._memory_bytes(kernels) * self.elementwise_traffic / self.bytes_per_s
         times: Array = np.where(kernels.is_memory, memory_s, np.where(kernels.is_attention, attention_s, matmul_s))
         times += self._casts_s(kernels)
-        launches = 1.0 if self.fuses else kernels.launches
-        launched = np.where(kernels.is_memory & (own == 0), 0.0, self.launch_s * launches)
-        total: Array = times + launched
+        total: Array = times + self.launches_s(kernels)
         return total
+
+    def launches_s(self, kernels: Kernels) -> Array:
+        """What each kernel's launches take of its seconds: none where another op of its chain carries it. The same for
+        shards of any size."""
+        launches = 1.0 if self.fuses else kernels.launches
+        found: Array = np.where(kernels.is_memory & (self._memory_bytes(kernels) == 0), 0.0, self.launch_s * launches)
+        return found
+
+    def _memory_bytes(self, kernels: Kernels) -> Array:
+        return kernels.fused_bytes if self.fuses else kernels.moved_bytes
 
     def _matmul_s(self, kernels: Kernels) -> Array:
         low = self.fp8_flops_per_s
         rate = np.where(kernels.is_matmul, low or 1.0, self.matmul_flops_per_s) if low else self.matmul_flops_per_s
         fill = np.where(kernels.is_matmul, self.fp8_k_fill, self.k_fill) if low else self.k_fill
         outputs = kernels.batch * kernels.m * kernels.n + self.wave_elements
-        seconds: Array = 2 * outputs * (kernels.k + fill) / rate * self._alignment(kernels.n, kernels.k)
+        # a weight's gradient runs over tokens, which lie one under the other in both operands
+        inner = np.where(kernels.backward == 2, kernels.m, kernels.k)
+        seconds: Array = 2 * outputs * (kernels.k + fill) / rate * self._alignment(kernels.n, inner)
         return seconds
 
     def _alignment(self, *dims: Array) -> Array:

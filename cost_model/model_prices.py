@@ -210,14 +210,13 @@ class ModelPrices:
         """(seconds, kernel launches in seconds) of forward and backward of the whole model on one rank: the analytic
         lower bound of any layout over tp ranks is (seconds - launches) / tp + launches."""
         price = self.single_rank(micro_batch)
-        repeats = self.repeats
-        total = sum(repeats[c] * _compute_s(layer.unit) for c, layer in price.layers.items())
-        total += _compute_s(price.prologue) + _compute_s(price.epilogue)
-        launches = 0.0
-        for block in (*self.blocks.values(), self.glue):
-            kernels = sum(op.kind != "view" for op in self.measures(block.name, micro_batch).sizes.values())
-            launches += repeats.get(block.name, 1) * kernels * 2 * self.machine.launch_s
-        return total, min(launches, total)
+        units = [(self.repeats[c], layer.unit) for c, layer in price.layers.items()]
+        units += [(1, price.prologue), (1, price.epilogue)]
+        launches = sum(n * self._launches_s(unit) for n, unit in units)
+        return sum(n * (unit.price.forward_s + unit.price.backward_s) for n, unit in units), launches
+
+    def _launches_s(self, unit: Unit) -> float:
+        return sum(float(self.machine.launches_s(part).sum()) for part in (unit.work.forward, unit.work.backward))
 
     def single_rank(self, micro_batch: int) -> BlockPrices:
         """Prices without any sharding."""
@@ -362,10 +361,6 @@ def _probes(size: Fraction, known: Mapping[Fraction, Layout], seq_len: int) -> t
         return ()
     far = size * _STRIDE if size > max(known) else size / _STRIDE
     return (far if seq_len % far.denominator == 0 else size,)
-
-
-def _compute_s(unit: Unit) -> float:
-    return unit.price.forward_s + unit.price.backward_s
 
 
 def _heads_of(attention: fx.Node, argument: int) -> int:

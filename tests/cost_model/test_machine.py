@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -46,8 +48,6 @@ def test_flash_attention_counts_half_when_causal_and_five_matmuls_back() -> None
 
 
 def test_unfused_attention_walks_the_scores() -> None:
-    from dataclasses import replace
-
     kernel = Kernel(ATTENTION, m=2048, n=2048, k=128, batch=32, share=0.5)
     passes = 2048 * 2048 * 32 * 11 / 1e12
     assert replace(MACHINE, attention="unfused").kernel_s(kernel) > MACHINE.kernel_s(kernel)
@@ -55,8 +55,6 @@ def test_unfused_attention_walks_the_scores() -> None:
 
 
 def test_fp8_applies_to_weights_only_and_pays_its_casts() -> None:
-    from dataclasses import replace
-
     low = replace(MACHINE, fp8_flops_per_s=200e12, fp8_k_fill=100.0, fp8_cast_bytes=6.0)
     weight, product = Kernel(MATMUL, m=4096, n=4096, k=4096), Kernel(PRODUCT, m=4096, n=4096, k=4096)
     casts = 4096 * 4096 * 6.0 / 1e12
@@ -66,8 +64,6 @@ def test_fp8_applies_to_weights_only_and_pays_its_casts() -> None:
 
 
 def test_fused_chains_move_less_and_launch_once() -> None:
-    from dataclasses import replace
-
     chain = Kernels(
         [Kernel(MEMORY, moved_bytes=4e9, fused_bytes=0.0), Kernel(MEMORY, moved_bytes=4e9, fused_bytes=5e9)]
     )
@@ -81,3 +77,26 @@ def test_price_per_sequence_never_rises_with_the_micro_batch() -> None:
     """What the bounds of the search stand on."""
     times = [MACHINE.kernel_s(Kernel(MATMUL, m=2048 * b, n=4096, k=1024)) / b for b in (1, 2, 3, 4, 8)]
     assert times == sorted(times, reverse=True)
+
+
+def test_a_number_of_tokens_is_never_unaligned() -> None:
+    """Forward and both gradients of tokens x 64 times 64 x 96; a width of 100 bytes slows all three."""
+    machine = replace(MACHINE, unaligned_slowdown=8.0, wave_elements=0.0, k_fill=0.0)
+
+    def seconds(tokens: float, out: float) -> list[float]:
+        sizes = [(tokens, out, 64.0, 0), (tokens, 64.0, out, 1), (out, 64.0, tokens, 2)]
+        return [machine.kernel_s(Kernel(MATMUL, m, n, k, backward=back)) / tokens for m, n, k, back in sizes]
+
+    assert seconds(13, 96) == pytest.approx(seconds(16, 96))
+    assert seconds(16, 50) == pytest.approx([8 * 50 / 96 * s for s in seconds(16, 96)])
+
+
+def test_launches_are_part_of_the_seconds_and_those_of_a_chain_are_its_carriers() -> None:
+    machine = replace(MACHINE, launch_s=1e-3)
+    kernels = Kernels([Kernel(MATMUL, 8, 8, 8), Kernel(MEMORY, moved_bytes=8, fused_bytes=0.0, launches=6),
+                       Kernel(MEMORY, moved_bytes=8, fused_bytes=16.0, launches=2)])  # fmt: skip
+    assert list(machine.launches_s(kernels)) == pytest.approx([1e-3, 6e-3, 2e-3])
+    assert list(replace(machine, fuses=True).launches_s(kernels)) == pytest.approx([1e-3, 0.0, 1e-3])
+    for each in (machine, replace(machine, fuses=True)):
+        free = replace(each, launch_s=0.0).seconds(kernels)
+        assert list(each.seconds(kernels)) == pytest.approx(list(free + each.launches_s(kernels)))

@@ -39,10 +39,24 @@ def cluster_of(memory_bytes: int, processes: int = 4) -> ClusterSpec:
     return replace(local, device=replace(local.device, memory_bytes=memory_bytes, reserved_bytes=0))
 
 
-@pytest.mark.parametrize("memory_bytes", [1 << 30, 2_400_000, 1_800_000, 600_000])
-def test_pruning_never_loses_the_optimum(gpt: TracedModel, memory_bytes: int) -> None:
+def bound_by_launches(elementwise: str) -> ClusterSpec:
+    """GPUs on which nothing takes as long as a launch."""
+    gpus = preset("dgx-h100", 1)
+    links = (replace(gpus.links[0], span=4, latency=1e-7),)
+    return replace(gpus, num_devices=4, links=links, device=replace(gpus.device, launch_s=1e-4),
+                   stack=StackSpec(elementwise=elementwise))  # fmt: skip
+
+
+CLUSTERS = {
+    **{f"{memory_bytes} bytes": cluster_of(memory_bytes) for memory_bytes in (1 << 30, 2_400_000, 1_800_000, 600_000)},
+    **{f"{stack} launches": bound_by_launches(stack) for stack in ("eager", "compiled")},
+}
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_pruning_never_loses_the_optimum(gpt: TracedModel, name: str) -> None:
     """Every setting solved without any bound gives the same best step; no bound is above what it bounds."""
-    cluster = cluster_of(memory_bytes)
+    cluster = CLUSTERS[name]
     exhaustive = Run(gpt, cluster, TRAIN, Pins())
     expected = float("inf")
     for partition in exhaustive.partitions:
