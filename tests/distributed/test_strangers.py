@@ -1,4 +1,4 @@
-"""Models that nobody here wrote the passes for: many habits in two models, against one process."""
+"""Models that nobody here wrote the passes for: many habits in a few models, against one process."""
 
 from __future__ import annotations
 
@@ -158,6 +158,25 @@ class Translation(nn.Module):
         return loss
 
 
+class Reused(nn.Module):
+    """One tensor as keys and values, and one as all three of attention, under a mask that the batch gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, DIM), nn.Linear(DIM, VOCAB)
+        self.layers = nn.ModuleList(nn.ModuleList([nn.Linear(DIM, DIM) for _ in range(3)]) for _ in range(2))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x, rows = self.embed(input_ids), torch.arange(input_ids.shape[1])
+        mask = (rows[:, None] >= rows) & (input_ids > VOCAB // 4)[:, None, None] | (rows[:, None] == rows)
+        for query, shared, out in self.layers:
+            q, k = (p(x).unflatten(-1, (HEADS, WIDTH)).transpose(1, 2) for p in (query, shared))
+            y = F.scaled_dot_product_attention(q, k, k, attn_mask=mask)
+            y = F.scaled_dot_product_attention(y, y, y, attn_mask=mask)
+            x = x + out(y.transpose(1, 2).flatten(2)).tanh()
+        return F.cross_entropy(self.head(x).transpose(1, 2), labels)
+
+
 def build(model: type[nn.Module]) -> tuple[nn.Module, dict[str, Tensor]]:
     torch.manual_seed(0)
     return model().double(), default_batch()
@@ -176,5 +195,5 @@ def _failures(models: list[type[nn.Module]]) -> list[str]:
 
 
 def test_they_train_as_in_one_process() -> None:
-    failed = run_ranks(2, _failures, [Habits, Preferences, Translation], timeout_s=280)[0]
+    failed = run_ranks(2, _failures, [Habits, Preferences, Translation, Reused], timeout_s=280)[0]
     assert not failed, "\n\n".join(failed)
