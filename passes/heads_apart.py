@@ -18,6 +18,7 @@ from torch import fx
 from autopar.blocks import op_name
 from autopar.cost_model.sharding_rules import RULES
 from autopar.ir import Dim, Shape
+from autopar.passes.canonicalize import read_sizes_off_inputs
 from autopar.passes.dead_code import drop_dead_code
 from autopar.passes.known_ops import Writer
 
@@ -41,6 +42,8 @@ def heads_apart(graph_module: fx.GraphModule, batch: sympy.Symbol) -> fx.GraphMo
         node.replace_all_uses_with(joined)
     for node in list(graph.nodes):
         _skip_joining(node)
+    if apart.made:
+        read_sizes_off_inputs(graph)
     drop_dead_code(graph)
     graph_module.recompile()
     return graph_module

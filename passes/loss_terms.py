@@ -46,7 +46,8 @@ class Term:
     count        inserts how many of this rank's tokens it averages over, 0-d; None for a sum
     sizes        the same as an expression in (batch, seq), for means over all elements
     steps        linear ops from `node` up to the loss, innermost first: (op, position of the term among its arguments)
-    scalings     ops that divide or multiply it by a number of the inputs: (op, position of that number)
+    scalings     ops that divide or multiply it by a number of the inputs: (op, position of that number); a `where`
+                 that keeps or drops it by a condition on them: (op, position of the branch it is)
     ignored      the target that counts nothing, if there is one
     """
 
@@ -87,6 +88,8 @@ def _walk(node: fx.Node) -> list[Term]:
         return _stepped(node, 0)
     if name in ("add", "sub") and len(operands) == 2:
         return [term for i in (0, 1) if not _is_zero(operands[i]) for term in _stepped(node, i)]
+    if name == "where" and node.meta["shape"] == () and len(node.args) == 3 and not _learns(operands[0]):
+        return _chosen(node)
     if name in ("mul", "div") and len(operands) == 1 and not node.kwargs and isinstance(node.args[0], fx.Node):
         return _stepped(node, 0)
     if name == "mul" and len(operands) == 1 and not node.kwargs:
@@ -98,6 +101,17 @@ def _walk(node: fx.Node) -> list[Term]:
                 replace(term, scalings=(*term.scalings, (node, 1 - position))) for term in _walk(operands[position])
             ]
     return [_leaf(node, name)]
+
+
+def _chosen(node: fx.Node) -> list[Term]:
+    """Terms of both branches of `where(n > 0, total / n, 0)`; a branch that is zero has none."""
+    terms = []
+    for i, branch in enumerate(node.args[1:], 1):
+        if isinstance(branch, fx.Node) and not _is_zero(branch):
+            terms += [replace(term, scalings=(*term.scalings, (node, i))) for term in _walk(branch)]
+        elif branch != 0 and not isinstance(branch, fx.Node):
+            return [_leaf(node, "where")]
+    return terms
 
 
 def _is_zero(node: fx.Node) -> bool:

@@ -20,6 +20,7 @@ from autopar.passes.canonicalize import canonicalize
 from autopar.passes.fold_masks import fold_masks
 from autopar.passes.heads_apart import heads_apart
 from autopar.passes.known_ops import known_ops
+from autopar.passes.losses_apart import losses_apart
 from autopar.plain_graph import graph_module as new_graph_module
 
 __all__ = ["copy_graph", "prepare"]
@@ -29,6 +30,7 @@ def prepare(traced: TracedModel) -> TracedModel:
     """The passes in order on a copy of the graph; keys, gradient flow and segments are computed anew."""
     graph_module = copy_graph(traced.graph_module)
     canonicalize(graph_module)
+    losses_apart(graph_module)
     known_ops(graph_module)
     attention_dims(graph_module)
     heads_apart(graph_module, traced.batch)

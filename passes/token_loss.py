@@ -172,9 +172,18 @@ class _Divisors:
         if term.sizes is not None:
             result = self._size(term.sizes)
         for step, position in term.scalings:
+            if op_name(step) == "where":
+                result = self._where(step, position, result)
+                continue
             factor = self._call(torch.as_tensor, self._whole(step.args[position]), **_DOUBLE)
             result = self._call(torch.mul if op_name(step) == "div" else torch.div, result, factor)
         return result
+
+    def _where(self, step: fx.Node, branch: int, divisor: fx.Node) -> fx.Node:
+        """Infinity where `step` takes the other branch: the term adds nothing and has no gradient, whatever it is."""
+        dropped = self._call(torch.full, (), float("inf"), **_DOUBLE)
+        kept = (divisor, dropped) if branch == 1 else (dropped, divisor)
+        return self._call(torch.where, self._whole(step.args[0]), *kept)
 
     def one(self) -> fx.Node:
         return self._call(torch.ones, (), **_DOUBLE)
@@ -243,15 +252,17 @@ class _Divisors:
             return node
         if shape == () and not node.meta.get("grad") and self._reads_no_rows(node):
             return node  # of inputs that every part of a batch reads whole
-        if name in ("sum", "mean", "count_nonzero") and shape == () and isinstance(node.args[0], fx.Node):
+        if name in ("sum", "mean", "count_nonzero", "any") and shape == () and isinstance(node.args[0], fx.Node):
             x = node.args[0]
             total = self._total(lambda graph: graph.call_function(_counting(name), (x,)))
+            if name == "any":
+                return self._call(torch.gt, total, 0)
             return total if name != "mean" else self._call(torch.div, total, self._size(numel(x)))
         numbers = all(n.meta["shape"] in ((), None) for n in node.all_input_nodes)
         if shape in ((), None) and node.op == "call_function" and node.all_input_nodes and numbers:
             return self._graph.node_copy(node, self._whole)
         raise UnsupportedModelError(
-            f"the loss is divided by the result of {name}, which is not made of sums over the batch",
+            f"the loss is divided or chosen by the result of {name}, which is not made of sums over the batch",
             where=str(node.meta.get("path") or "loss"),
             try_=_DIVISORS,
         )
@@ -263,7 +274,7 @@ _ARITHMETIC = {sympy.Add: operator.add, sympy.Mul: operator.mul}
 
 
 def _counting(name: str) -> Any:
-    return aten.count_nonzero.default if name == "count_nonzero" else aten.sum.default
+    return aten.count_nonzero.default if name in ("count_nonzero", "any") else aten.sum.default
 
 
 def _size_of(node: fx.Node, dim: int, graph: fx.Graph) -> fx.Node:

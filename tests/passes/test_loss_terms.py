@@ -88,13 +88,34 @@ LOSSES: dict[str, Loss] = {
         _ce(z[:, :4], b["targets"][:, :4], reduction="sum") + _ce(z[:, 4:], b["targets"][:, 4:], reduction="sum")
     ) / b["items"],
     "from zero": lambda z, b, w: z.new_zeros(()) + _ce(z, b["targets"]) - torch.zeros((), dtype=z.dtype),
+    "from a constant zero": lambda z, b, w: sum([_ce(z, b["targets"]), z.pow(2).mean()], torch.tensor(0.0)),
+    "sum of a stack": lambda z, b, w: torch.stack([_ce(z, b["targets"]), torch.tensor(0.0), z.pow(2).mean()]).sum(),
+    "mean of a stack": lambda z, b, w: 3 * torch.stack([_ce(z, b["targets"]), -z.pow(2).mean()]).mean(0),
+    "weighted stack": lambda z, b, w: (
+        torch.stack([_ce(z, b["targets"]), z.pow(2).mean()]) * torch.tensor([0.3, 2.0]) / b["items"]
+    ).sum(),
+    "dot of a cat": lambda z, b, w: torch.dot(
+        torch.cat([_ce(z, b["targets"]).view(1), z.abs().mean().unsqueeze(0)]), b["class_weight"][1:3]
+    ),
+    "if any counts": lambda z, b, w: torch.where(
+        b["targets"].ge(0).sum() > 0, (_each(z, b) * b["weight"]).sum() / b["targets"].ge(0).sum(), 0 * z.sum()
+    ),
+    "if none counts": lambda z, b, w: torch.where(
+        (b["weight"] > 9).sum() > 0, _each(z, b).sum() / (b["weight"] > 9).sum().clamp(min=1), z.pow(2).mean()
+    ) + torch.where((b["weight"] > 9).any(), z.mean(), 0.0) + torch.where(b["items"] > 3, torch.tensor(0.0), z.mean()),
 }  # fmt: skip
 
 WHOLE_ONLY: dict[str, tuple[Loss, str]] = {
     "perplexity": (lambda z, b, w: _ce(z, b["targets"]).exp(), "ends in exp"),
     "penalty on weights": (lambda z, b, w: _ce(z, b["targets"]) + w.pow(2).sum(), "does not depend on the batch"),
     "learnt divisor": (lambda z, b, w: _each(z, b).sum() / z.pow(2).sum(), "ends in div"),
-    "largest weight": (lambda z, b, w: _each(z, b).sum() / b["weight"].max(), "divided by the result of max"),
+    "largest weight": (lambda z, b, w: _each(z, b).sum() / b["weight"].max(), "by the result of max"),
+    "largest of a stack": (
+        lambda z, b, w: torch.stack([_ce(z, b["targets"]), z.pow(2).mean()]).max(), "ends in max"
+    ),
+    "learnt weights of a stack": (
+        lambda z, b, w: (torch.stack([_ce(z, b["targets"]), z.mean()]) * w[0, :2].softmax(0)).sum(), "ends in mul"
+    ),
     "balance of experts": (
         lambda z, b, w: _ce(z, b["targets"]) + z.softmax(-1).mean((0, 1)).pow(2).sum(), "mean mixes the rows"
     ),
