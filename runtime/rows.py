@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ def fitting(traced: TracedModel, batch: Mapping[str, Tensor]) -> dict[str, Tenso
     those that the graph was captured for, before any rank runs it."""
     lengths: dict[str, int] = {}
     fitted = dict(batch)
+    weights = {p.dtype for p in traced.parameters.values()}
     for spec in traced.inputs:
         x = batch.get(spec.name)
         if x is None:
@@ -32,7 +33,7 @@ def fitting(traced: TracedModel, batch: Mapping[str, Tensor]) -> dict[str, Tenso
                 raise _misfit(spec, f"size {size} in dim {dim}, captured with {captured}")
             if captured == traced.seq:
                 lengths[spec.name] = size
-        fitted[spec.name] = _in_captured_dtype(spec, x)
+        fitted[spec.name] = _in_captured_dtype(spec, x, weights)
     _check_lengths(traced, lengths)
     return fitted
 
@@ -59,11 +60,13 @@ def _misfit(spec: InputSpec, what: str, try_: str = "capture with an example of 
     return SpecError(f"input {spec.name} has {what}", where="batch", try_=try_)
 
 
-def _in_captured_dtype(spec: InputSpec, x: Tensor) -> Tensor:
-    """`x` widened within its kind (truth values are integers of one bit); the program was captured for that dtype."""
-    if x.dtype == spec.dtype:
-        return x
+def _in_captured_dtype(spec: InputSpec, x: Tensor, weights: Collection[torch.dtype]) -> Tensor:
+    """`x` widened within its kind (truth values are integers of one bit) to the dtype the program was captured for.
+
+    Or `x` itself in the dtype of `weights` if the example had another: then the program goes by that of the weights."""
     kind, captured = _kind(x.dtype), _kind(spec.dtype)
+    if x.dtype == spec.dtype or (kind == captured and x.dtype in weights and spec.dtype not in weights):
+        return x
     same = kind == captured or (kind == "truth values" and captured == "integers")
     if same and torch.promote_types(x.dtype, spec.dtype) == spec.dtype:
         return x.to(spec.dtype)

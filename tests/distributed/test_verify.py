@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from autopar.api import parallelize
-from autopar.errors import AutoparError, PlanMismatchError
+from autopar.errors import AutoparError, PlanMismatchError, SpecError
 from autopar.mesh import Degrees
 from autopar.placement import CONVERSIONS
 from autopar.runtime.launch import run_ranks
@@ -231,5 +231,5 @@ def test_the_users_own_batch_is_trained_on() -> None:
     result = verify("py:tests.distributed.test_verify:own_batch", 2, Pins(dp=2), steps=1, timeout_s=120)
     assert result.passed, result.text()
     assert (result.plan.global_batch, result.plan.seq_len) == (8, 8)
-    with pytest.raises(IndexError, match="index out of range"):
+    with pytest.raises(SpecError, match=r"input_ids holds 64, and tokens.weight has 64 rows \(0 to 63\)"):
         verify("py:tests.distributed.test_verify:own_batch_with_a_wrong_token", 2, Pins(dp=2), steps=1, timeout_s=120)
