@@ -17,15 +17,15 @@ import heapq
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from autopar.cost_model.candidates import Partition, Setting, SettingGroup
-from autopar.cost_model.evaluate import Evaluation, Evaluator
+from autopar.cost_model.evaluate import Evaluation
 from autopar.cost_model.stage_table import Floats
 
-__all__ = ["BranchAndBound", "Counts", "rank"]
+__all__ = ["BranchAndBound", "Counts", "Pricing", "rank"]
 
 ALTERNATIVES = 5
 _ALTERNATIVE_LOOKS = 60
@@ -37,6 +37,17 @@ _SAME = 1 + 1e-9
 _ANALYTIC, _PROPORTIONAL, _BLOCKS, _SETTING = range(4)
 
 Layout = tuple[Any, bool]
+
+
+class Pricing(Protocol):
+    """What the search asks, of equal devices (`Evaluator`) or of unequal groups (`MixedEvaluator`)."""
+
+    def rough_bound_s(self, partition: Partition) -> float: ...
+    def block_bound_s(self, partition: Partition) -> float: ...
+    def bounds_s(self, group: SettingGroup, *, sharp: bool = False) -> Floats: ...
+    def evaluate(self, setting: Setting, cutoff_s: float = np.inf) -> Evaluation: ...
+    def proven(self, found: Evaluation) -> Evaluation: ...
+    def detailed(self, found: Evaluation) -> Evaluation: ...
 
 
 @dataclass
@@ -89,7 +100,7 @@ class BranchAndBound:
 
     def __init__(
         self,
-        evaluator: Evaluator,
+        evaluator: Pricing,
         bounds: dict[Partition, float],
         groups_of: Callable[[Partition], list[SettingGroup]],
         deadline: float = np.inf,

@@ -56,7 +56,7 @@ class Evaluator:
         self, prices: ModelPrices, cluster: ClusterSpec, recipe: Recipe, partitions: list[Partition], pins: Pins,
         splits_backward: bool = False,
     ) -> None:  # fmt: skip
-        self.prices, self.cluster, self.recipe = prices, cluster, recipe
+        self.prices, self.cluster, self.recipe, self.partitions = prices, cluster, recipe, partitions
         self.modes = MODES if pins.checkpoint is None else (pins.checkpoint,)
         self.segments = SEGMENTS if pins.checkpoint_segment is None else (pins.checkpoint_segment,)
         self._constants = load_constants().of(cluster.device)
@@ -143,11 +143,11 @@ class Evaluator:
             return np.full(len(group.runs), np.inf)
         price = self.price(first)
         bounds = SettingBounds(price, group)
-        busy_s = bounds.sharp(self._longest_segment(price)) if sharp else bounds.quick()
+        busy_s = bounds.sharp(self.longest_segment(price)) if sharp else bounds.quick()
         found: Floats = busy_s * price.step.slowdown + price.step.overhead_s
         return found
 
-    def _longest_segment(self, price: SettingPrice) -> int:
+    def longest_segment(self, price: SettingPrice) -> int:
         """Of any setting with the partition of this one's."""
         return max(self.segments) if "full" in self.modes and price.equal_layers else 1
 
@@ -231,29 +231,40 @@ class Evaluator:
             totals.append(sum(each))
         return min(totals, default=0.0)
 
-    def _with_overhead(self, busy_s: float) -> float:
-        return busy_s * slowdown(self.cluster, self._constants) + overhead_s(self.cluster, self._constants)
+    @property
+    def slowdown(self) -> float:
+        """Factor on the busy seconds of a step."""
+        return slowdown(self.cluster, self._constants)
+
+    def with_overhead(self, busy_s: float) -> float:
+        """Seconds of a step, straggler factor and overhead included."""
+        return busy_s * self.slowdown + overhead_s(self.cluster, self._constants)
 
     def _tp_group(self, partition: Partition, tp: int) -> GroupCost:
         d = partition.degrees
         return group_cost(self.cluster, Degrees(pp=d.pp, cp=d.cp, tp=tp, dp=d.dp * d.tp // tp), "tp")
 
-    def _busy_s(self, blocks: BlockPrices, sequence_sharding: bool) -> float:
-        """Compute and exposed communication over tp of a micro-batch through the whole model; of the sums that weight
-        gradients can hide, no more than what is never hidden."""
+    def busy_parts(self, blocks: BlockPrices, sequence_sharding: bool) -> dict[str, float]:
+        """Compute and exposed communication over tp of a micro-batch: of a layer of each class, "prologue" and
+        "epilogue"; of the sums that weight gradients can hide, no more than what is never hidden."""
         overlap = own_traits(self.cluster.stack, self.recipe, 0, sequence_sharding=sequence_sharding,
                              schedule="1f1b").overlap  # fmt: skip
         exposed = 1 - (self._constants["tp_hidden"] if "tp" in overlap else 0.0)
         behind = self._constants["tp_linear_hidden"] if "tp_linear" in overlap else 0.0
-        total = 0.0
-        for c, n in self.prices.repeats.items():
+        parts = {}
+        for c in self.prices.repeats:
             p = blocks.layers[c].unit.price
             tp_s = p.forward_communication_s + p.backward_communication_s - behind * p.backward_reduction_s
-            total += n * (p.forward_s + p.backward_s + exposed * tp_s)
-        for end in (blocks.prologue, blocks.epilogue):
+            parts[c] = p.forward_s + p.backward_s + exposed * tp_s
+        for name, end in (("prologue", blocks.prologue), ("epilogue", blocks.epilogue)):
             p = end.price
-            total += p.forward_s + p.backward_s + p.forward_communication_s + p.backward_communication_s
-        return total
+            parts[name] = p.forward_s + p.backward_s + p.forward_communication_s + p.backward_communication_s
+        return parts
+
+    def _busy_s(self, blocks: BlockPrices, sequence_sharding: bool) -> float:
+        """`busy_parts` of the whole model."""
+        repeats = self.prices.repeats
+        return sum(repeats.get(name, 1) * s for name, s in self.busy_parts(blocks, sequence_sharding).items())
 
     def _least_step_s(self, partition: Partition, whole_s: float) -> float:
         """Lower bound of the step, if a micro-batch takes `whole_s` through the whole model."""
@@ -262,7 +273,7 @@ class Evaluator:
         chunks = layers // pp if partition.fills_rounds and len(self.prices.classes) == 1 else 1
         if partition.fills_rounds and self.splits_backward:
             chunks = 0
-        return self._with_overhead(least_busy_s(partition, whole_s, chunks, self._sends_s(partition)))
+        return self.with_overhead(least_busy_s(partition, whole_s, chunks, self._sends_s(partition)))
 
     def _sends_s(self, partition: Partition) -> tuple[float, float]:
         """Receives of a micro-batch by a stage of one chunk, hidden as far as can be, and by each of several."""

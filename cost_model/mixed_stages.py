@@ -6,7 +6,7 @@ sends differ: inside a group they go over its links, from group to group over th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
 
@@ -17,6 +17,7 @@ from autopar.cost_model.comm_cost import group_cost
 from autopar.cost_model.pipeline_ilp import PipelineSolution
 from autopar.cost_model.setting_price import SettingPrice
 from autopar.cost_model.stage_table import Floats, PipelineProblem, StagePrice, StageTable
+from autopar.cost_model.step_price import StepPrice
 from autopar.mesh import Degrees
 from autopar.specs import ClusterSpec
 
@@ -65,18 +66,24 @@ class MixedPrice:
         self.setting, self.m = prices[0].setting, prices[0].m
         self.slowdown = max(price.step.slowdown for price in prices)
         self.overhead_s = max(price.step.overhead_s for price in prices)
-        self._inside_s = [
-            _send_inside_s(price, view, sum(g == i for g in owner))
-            for i, (price, view) in enumerate(zip(prices, views, strict=True))
-        ]
+        self._inside = [_inside_group(p, v, owner.count(g)) for g, (p, v) in enumerate(zip(prices, views, strict=True))]
+        self.sends_s = self._waits(StepPrice.send_s)
 
-    def send_s(self, stage: int) -> float:
-        """Receives of one micro-batch: activations from the stage before, gradients from the one behind. Where a stage
-        has one neighbour only, both are priced over the way to it, as for equal devices."""
-        group, last = self.owner[stage], len(self.owner) - 1
-        before, behind = (stage - 1 if stage > 0 else 1), (stage + 1 if stage < last else last - 1)
-        crossing = [self.owner[side] != group for side in (before, behind)]
-        return sum((self.prices[group].send_s if crosses else self._inside_s[group]) / 2 for crosses in crossing)
+    def receives_s(self) -> Floats:
+        """Of each stage, seconds of a micro-batch that a chunk waits for others in, if nothing hides them."""
+        return np.array(self._waits(StepPrice.receives_s))
+
+    def _waits(self, seconds: Callable[[StepPrice, float], float]) -> list[float]:
+        """By stage, receives of one micro-batch: activations from the stage before, gradients from the one behind.
+        Where a stage has one neighbour only, both are priced over the way to it, as for equal devices."""
+        border = self.prices[0].blocks.border_bytes
+        ways = [(seconds(inside, border), seconds(p.step, border))
+                for inside, p in zip(self._inside, self.prices, strict=True)]  # fmt: skip
+        found, last = [], len(self.owner) - 1
+        for stage, group in enumerate(self.owner):
+            sides = (stage - 1 if stage > 0 else 1), (stage + 1 if stage < last else last - 1)
+            found.append(sum(ways[group][self.owner[side] != group] / 2 for side in sides))
+        return found
 
     def table(self, segment: int) -> MixedTable:
         return MixedTable([StageTable(self._problem(g, segment)) for g in range(len(self.prices))], self.owner)
@@ -85,20 +92,10 @@ class MixedPrice:
         price = self.prices[group]
         problem = price.problem(segment)
         stages = tuple(
-            replace(cost, time_s=cost.time_s - price.send_s + self.send_s(s)) if self.owner[s] == group else cost
+            replace(cost, time_s=cost.time_s - price.send_s + self.sends_s[s]) if self.owner[s] == group else cost
             for s, cost in enumerate(problem.stages)
         )
         return replace(problem, stages=stages)
-
-    def bound_s(self) -> float:
-        """Lower bound of the step: layers divided among stages in proportion to their speed."""
-        whole = [price.layers_s() for price in self.prices]
-        slowest_s = 1 / sum(1 / whole[g] for g in self.owner) if min(whole) > 0 else 0.0
-        v = self.setting.virtual_stages
-        busy_s = (self.m - 1 / v) * slowest_s
-        if self.setting.schedule != "zero-bubble":
-            busy_s += min(whole) / v
-        return self.with_overhead(busy_s)
 
     def with_overhead(self, busy_s: float) -> float:
         return busy_s * self.slowdown + self.overhead_s
@@ -114,7 +111,7 @@ class MixedPrice:
         parts = []
         for price, s, stage in stages:
             named = price.stage_parts(s, stage, solution.segment)
-            parts.append({**named, "pp": named["pp"] - price.send_s + self.send_s(s)})
+            parts.append({**named, "pp": named["pp"] - price.send_s + self.sends_s[s]})
         tails = [price.tail_parts(s, stage.counts) for price, s, stage in stages]
         weights = [price.weights_s(s, stage.counts) for price, s, stage in stages]
         found = self.prices[0].named_step(parts, tails, weights)
@@ -127,10 +124,8 @@ class MixedPrice:
         return tuple(ranks * self.setting.virtual_stages)
 
 
-def _send_inside_s(price: SettingPrice, view: ClusterSpec, stages: int) -> float:
-    """`price.send_s` where both neighbours are stages of the same group."""
-    if stages < 2:
-        return 0.0
+def _inside_group(price: SettingPrice, view: ClusterSpec, stages: int) -> StepPrice:
+    """`price.step` where both neighbours are stages of the same group, of which there are so many."""
     d, step = price.setting.degrees, copy(price.step)
     step.pp_group = group_cost(view, Degrees(pp=stages, dp=d.dp, cp=d.cp, tp=d.tp), "pp")
-    return step.send_s(price.blocks.border_bytes)
+    return step

@@ -105,10 +105,10 @@ class ModelPrices:
 
     def __init__(
         self, traced: TracedModel, machine: Machine, activation: torch.dtype, seq_len: int,
-        module_pins: Mapping[str, str], policy: SolverPolicy | None = None,
+        module_pins: Mapping[str, str],
     ) -> None:  # fmt: skip
         self.traced, self.machine, self.seq_len = traced, machine, seq_len
-        self.policy = policy or SolverPolicy()
+        self.policy = SolverPolicy()
         captured = max(traced.parameters.values(), key=lambda p: p.numel).dtype
         self._sizes = sizes = ElementSizes(captured, activation)
         self.counts = SolverCounts()
@@ -140,6 +140,12 @@ class ModelPrices:
         """The same blocks on other devices, in the layouts that are or will be found here: a plan has one layout."""
         other = copy(self)
         other.machine, other._prices, other._batch_free_s = machine, {}, {}
+        return other
+
+    def under(self, policy: SolverPolicy) -> ModelPrices:
+        """The same prices, of which what is not known yet is found by `policy`."""
+        other = copy(self)
+        other.policy = policy
         return other
 
     def strategies(self, tp: int) -> Mapping[fx.Node, Sequence[NodeStrategy]]:
@@ -209,11 +215,17 @@ class ModelPrices:
     def single_rank_seconds(self, micro_batch: int) -> tuple[float, float]:
         """(seconds, kernel launches in seconds) of forward and backward of the whole model on one rank: the analytic
         lower bound of any layout over tp ranks is (seconds - launches) / tp + launches."""
+        parts = [(self.repeats.get(name, 1), *of) for name, of in self.single_rank_parts(micro_batch).items()]
+        return sum(n * seconds for n, seconds, _ in parts), sum(n * launches for n, _, launches in parts)
+
+    def single_rank_parts(self, micro_batch: int) -> dict[str, tuple[float, float]]:
+        """(seconds, launches) as above of a layer of each class, "prologue" and "epilogue"."""
         price = self.single_rank(micro_batch)
-        units = [(self.repeats[c], layer.unit) for c, layer in price.layers.items()]
-        units += [(1, price.prologue), (1, price.epilogue)]
-        launches = sum(n * self._launches_s(unit) for n, unit in units)
-        return sum(n * (unit.price.forward_s + unit.price.backward_s) for n, unit in units), launches
+        units = {c: layer.unit for c, layer in price.layers.items()}
+        units |= {"prologue": price.prologue, "epilogue": price.epilogue}
+        return {
+            name: (unit.price.forward_s + unit.price.backward_s, self._launches_s(unit)) for name, unit in units.items()
+        }
 
     def _launches_s(self, unit: Unit) -> float:
         return sum(float(self.machine.launches_s(part).sum()) for part in (unit.work.forward, unit.work.backward))

@@ -94,19 +94,7 @@ def search(
 
     Raises SpecError (a pin or specification that cannot be) or InfeasiblePlanError (no plan fits; says what binds).
     """
-    started = time.perf_counter()
-    run = Run(traced, cluster, train, pins or Pins(), spec or SearchSpec(), memory_bytes)
-    fastest = run.best()
-    best = run.kept_or(fastest)
-    plan = run.plan_of(best, run.evaluator.price(best.setting))
-    alternatives = tuple(run.candidate(e, best) for e in run.space.alternatives(best))
-    statistics = run.statistics(best, fastest, time.perf_counter() - started)
-    kept = ("solver", "status", "bound_s", "gap", "candidates", "pruned")
-    plan = plan.replace(solver={name: statistics[name] for name in kept}, prediction=run.prediction(best))
-    slow_link = across_slow_link(cluster, run.space.best_of_layout.values(), run.space.proven_s)
-    notices = (*run.notices, *run.prices.counts.notes, *pins_without_effect(run.pins, plan.degrees.tp, plan.degrees.pp),
-               *([slow_link] if slow_link else ()))  # fmt: skip
-    return SearchResult(plan, alternatives, statistics, notices)
+    return Run(traced, cluster, train, pins or Pins(), spec or SearchSpec(), memory_bytes).result()
 
 
 def least_evaluation(
@@ -118,12 +106,13 @@ def least_evaluation(
 
 
 class Run:
-    """One search: what it was given, what it has priced so far."""
+    """One search: what it was given, what it has priced so far. `prices` are of another run with the same arguments."""
 
     def __init__(
         self, traced: TracedModel, cluster: ClusterSpec, train: TrainSpec, pins: Pins, spec: SearchSpec | None = None,
-        memory_bytes: float | None = None,
+        memory_bytes: float | None = None, prices: ModelPrices | None = None,
     ) -> None:  # fmt: skip
+        self.started = time.perf_counter()
         self.traced, self.cluster, self.train, self.pins = traced, cluster, train, pins
         self.spec = spec or SearchSpec()
         self.deadline_s = self.spec.deadline_s
@@ -145,7 +134,10 @@ class Run:
         pins.check(cluster, TrainSpec(global_batch=self.global_batch, seq_len=self.seq_len))
         machine = Machine.of(cluster.device, cluster.stack, self.dtype)
         policy = SolverPolicy(self.spec.solver, deadline_s=self.deadline_s)
-        self.prices = ModelPrices(traced, machine, COMPUTE_DTYPES[self.precision], self.seq_len, pins.modules, policy)
+        activation = COMPUTE_DTYPES[self.precision]
+        if prices is None:
+            prices = ModelPrices(traced, machine, activation, self.seq_len, pins.modules)
+        self.prices = prices.under(policy)
         self.limits = ModelLimits(
             len(traced.layers), self.prices.tp_is_legal, self.prices.exchanges, len(self.prices.classes) == 1,
             self._splits_backward(), self.prices.heads(), tuple(link.span for link in cluster.links),
@@ -182,6 +174,20 @@ class Run:
 
     def settings(self, partition: Partition) -> list[Setting]:
         return settings_of(partition, self.limits, self.pins)
+
+    def result(self) -> SearchResult:
+        """Raises InfeasiblePlanError."""
+        fastest = self.best()
+        best = self.kept_or(fastest)
+        plan = self.plan_of(best, self.evaluator.price(best.setting))
+        alternatives = tuple(self.candidate(e, best) for e in self.space.alternatives(best))
+        statistics = self.statistics(best, fastest)
+        kept = ("solver", "status", "bound_s", "gap", "candidates", "pruned")
+        plan = plan.replace(solver={name: statistics[name] for name in kept}, prediction=self.prediction(best))
+        slow_link = across_slow_link(self.cluster, self.space.best_of_layout.values(), self.space.proven_s)
+        without_effect = pins_without_effect(self.pins, plan.degrees.tp, plan.degrees.pp)
+        notices = (*self.notices, *self.prices.counts.notes, *without_effect, *([slow_link] if slow_link else ()))
+        return SearchResult(plan, alternatives, statistics, notices)
 
     def best(self) -> Evaluation:
         found = self.space.run()
@@ -291,7 +297,7 @@ class Run:
         texts = [mode if n == layers else f"{n} of {layers} {mode}" for mode, n in used.items()]
         return ", ".join(texts) + (f" by {e.pipeline.segment}" if e.pipeline.segment > 1 and counts["full"] else "")
 
-    def statistics(self, best: Evaluation, fastest: Evaluation, search_s: float) -> dict[str, Any]:
+    def statistics(self, best: Evaluation, fastest: Evaluation) -> dict[str, Any]:
         """`best` is what is chosen, `fastest` what was found."""
         ilps, counts, incumbent = self.prices.counts, self.space.counts, "incumbent" if best is fastest else "kept"
         bound = min(fastest.bound_s, self.space.proven_s) / (1 + ilps.block_gap)
@@ -310,7 +316,7 @@ class Run:
             "solved": counts.solved,
             "pruned": total - counts.solved,
             "too_big": counts.too_big,
-            "search_s": search_s,
+            "search_s": time.perf_counter() - self.started,
             "ilp_s": ilps.solve_s,
             "bound_s": bound,
             "gap": max(0.0, best.step_s / bound - 1),

@@ -13,7 +13,7 @@ cut has its slowest stage below the smallest B with  sum_s floor n_s(B) >= layer
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from functools import cached_property
 
 import numpy as np
@@ -23,7 +23,7 @@ from autopar.cost_model.memory import flights
 from autopar.cost_model.setting_price import SettingPrice
 from autopar.cost_model.stage_table import Floats, LayerClass, byte_prices, useful_bytes
 
-__all__ = ["SettingBounds"]
+__all__ = ["SettingBounds", "least_slowest_s"]
 
 _SLACK = 1e-9
 """Relative: what rounding may cost, so that a bound never exceeds a price."""
@@ -32,30 +32,67 @@ _STEPS = 14
 """Halvings of the interval of B: what is left of it is lost sharpness only, its lower end is the bound."""
 
 
-class SettingBounds:
-    """Seconds without overhead of every run of `group`; `price` is of one of them."""
+Held = Callable[[Floats], Floats]
+"""Seconds that no stage of a run may exceed [run] -> layers that each stage can hold then [run, stage]."""
 
-    def __init__(self, price: SettingPrice, group: SettingGroup) -> None:
+
+def least_slowest_s(held: Held, low: Floats, high: Floats, layers: int, chunks: Floats) -> Floats:
+    """[run]: a lower bound of the slowest stage, between `low` and `high`, where stages hold `layers` all together and
+    each of them one a chunk."""
+
+    def enough(bound_s: Floats) -> Floats:
+        found = held(bound_s)
+        fits: Floats = (found.min(axis=1) >= chunks) & (found.sum(axis=1) >= layers)
+        return fits
+
+    high = np.where(enough(low), low, np.maximum(low, high))
+    for _ in range(_STEPS if (high > low).any() else 0):
+        middle = (low + high) / 2
+        within = enough(middle)
+        low, high = np.where(within, low, middle), np.where(within, middle, high)
+    return low
+
+
+class SettingBounds:
+    """Seconds without overhead of every run of `group`; `price` is of one of them. `receives_s`: seconds of a
+    micro-batch that each stage waits for others in, a chunk, hidden by nothing; by default the same for all."""
+
+    def __init__(self, price: SettingPrice, group: SettingGroup, receives_s: Floats | None = None) -> None:
         self.price, self.group = price, group
         self.chunks = np.array([chunks for _, chunks in group.runs], dtype=np.float64)
-        splits = np.array([schedule == "zero-bubble" for schedule, _ in group.runs])
-        repeats = list(price.prices.repeats.values())
-        units = [(n, layer.unit) for n, layer in zip(repeats, price.classes, strict=True)]
-        fastest = price.fastest_s
-        whole_s = sum(n * t for n, t in zip(repeats, fastest, strict=True))
-        whole_s += sum(sum(price.step.end(unit).values()) for _, unit in price.ends)
-        slowest_s = whole_s / price.pp
-        if price.equal_layers:
-            slowest_s = max(slowest_s, math.ceil(repeats[0] / price.pp) * fastest[0])
-        split_s = 2 * price.all_weights_s(units) if splits.any() else 0.0
-        late_s = np.where(splits, split_s, 0.0)
-        send_s = price.step.receives_s(price.blocks.border_bytes) * self.chunks
+        self.splits = np.array([schedule == "zero-bubble" for schedule, _ in group.runs])
+        if receives_s is None:
+            receives_s = np.full(price.pp, price.step.receives_s(price.blocks.border_bytes))
+        send_s = receives_s * self.chunks[:, None]
         if "pp_send" in price.cluster.stack.overlap:
-            plain = np.array([schedule == "1f1b" for schedule, _ in group.runs])
+            plain = np.array([schedule == "1f1b" for schedule, _ in group.runs])[:, None]
             send_s = np.where(plain, 1 - price.step.constants["pp_hidden"], 1.0) * send_s
-        self._send_s, self._slowest_s = send_s, slowest_s + send_s
-        flow_s = whole_s + price.pp * send_s - late_s
-        self._rest_s = flow_s / self.chunks + price.least_tail_s(units) + late_s / price.pp
+        self.send_s = send_s
+
+    @cached_property
+    def _slowest_s(self) -> Floats:
+        """Of stages of equal time, or of one with its share of whole layers."""
+        price = self.price
+        slowest_s = self._whole_s / price.pp
+        if price.equal_layers:
+            slowest_s = max(slowest_s, math.ceil(len(price.prices.traced.layers) / price.pp) * price.fastest_s[0])
+        least: Floats = slowest_s + self.send_s.min(axis=1)
+        return least
+
+    @cached_property
+    def _whole_s(self) -> float:
+        ends_s = sum(sum(self.price.step.end(unit).values()) for _, unit in self.price.ends)
+        return self.price.layers_s() + ends_s
+
+    @cached_property
+    def _rest_s(self) -> Floats:
+        price = self.price
+        units = [(n, layer.unit) for n, layer in zip(price.prices.repeats.values(), price.classes, strict=True)]
+        split_s = 2 * price.all_weights_s(units) if self.splits.any() else 0.0
+        late_s = np.where(self.splits, split_s, 0.0)
+        flow_s = self._whole_s + self.send_s.sum(axis=1) - late_s
+        rest: Floats = flow_s / self.chunks + price.least_tail_s(units) + late_s / price.pp
+        return rest
 
     def quick(self) -> Floats:
         return self._with_slowest(self._slowest_s)
@@ -64,19 +101,14 @@ class SettingBounds:
         """`segment`: the most layers that are recomputed together. Infinite where no cut fits in memory."""
         if not self.price.equal_layers:
             return self.quick()
-        most, total = self._most_layers(segment), len(self.price.prices.traced.layers)
+        most, total = self.most_layers(segment), len(self.price.prices.traced.layers)
         fits = (most.min(axis=1) >= self.chunks) & (most.sum(axis=1) >= total)
         if not fits.any():
             return np.full(len(fits), np.inf)
-        lines = self._lines(segment)
-        slowest = np.max([alone + most * each for alone, each in lines], axis=0).max(axis=1)
-        low, high = self._slowest_s, np.maximum(slowest, self._slowest_s)
-        high = np.where(self._layers_within(lines, low, most) >= total, low, high)
-        for _ in range(_STEPS if (high[fits] > low[fits]).any() else 0):
-            middle = (low + high) / 2
-            enough = self._layers_within(lines, middle, most) >= total
-            low, high = np.where(enough, low, middle), np.where(enough, middle, high)
-        return np.where(fits, self._with_slowest(low), np.inf)
+        held, full_s = self.held_within(segment)
+        high = np.where(fits, full_s.max(axis=1), 0.0)
+        slowest_s = least_slowest_s(held, self._slowest_s, high, total, self.chunks)
+        return np.where(fits, self._with_slowest(slowest_s), np.inf)
 
     def _with_slowest(self, slowest_s: Floats) -> Floats:
         found: Floats = (self.price.m - 1 / self.chunks) * slowest_s + self._rest_s
@@ -111,9 +143,9 @@ class SettingBounds:
 
     @cached_property
     def _ends_s(self) -> Floats:
-        return np.array([self.price.ends_s(s) for s in range(self.price.pp)]) + self._send_s[:, None]
+        return np.array([self.price.ends_s(s) for s in range(self.price.pp)]) + self.send_s
 
-    def _most_layers(self, segment: int) -> Floats:
+    def most_layers(self, segment: int) -> Floats:
         """Layers that the memory of a stage can hold; no more than leave one for every other chunk."""
         least = min(kept for _, kept in useful_bytes(self._layer, segment))
         each = self._layer.static_bytes + self._flight * least
@@ -130,10 +162,16 @@ class SettingBounds:
             lines.append((alone, min(t + rate * b for t, b in modes) + rate * self._layer.static_bytes / self._flight))
         return lines
 
-    def _layers_within(self, lines: Sequence[tuple[Floats, Floats]], bound_s: Floats, most: Floats) -> Floats:
-        """Layers that all stages together can hold if none takes longer than `bound_s`; 0 if a chunk stays empty."""
-        held = most
-        for alone, each in lines:
-            held = np.minimum(held, np.floor((bound_s[:, None] - alone) / each * (1 + _SLACK) + _SLACK))
-        found: Floats = np.where(held.min(axis=1) >= self.chunks, held.sum(axis=1), 0.0)
-        return found
+    def held_within(self, segment: int) -> tuple[Held, Floats]:
+        """Layers that each stage can hold within given seconds at most; and the seconds that as many as its memory can
+        hold take at least."""
+        most, lines = self.most_layers(segment), self._lines(segment)
+
+        def held(bound_s: Floats) -> Floats:
+            fewest = most
+            for alone, each in lines:
+                fewest = np.minimum(fewest, np.floor((bound_s[:, None] - alone) / each * (1 + _SLACK) + _SLACK))
+            return fewest
+
+        full_s: Floats = np.max([alone + most * each for alone, each in lines], axis=0)
+        return held, full_s
