@@ -103,6 +103,7 @@ _NO_OPS: dict[str, Callable[[fx.Node, fx.Node], bool]] = {
     "type_as": _same_type,
     "_to_copy": _same_type,
     "expand": _same_type,
+    "expand_as": _same_type,
     "view": _same_type,
     "reshape": _same_type,
     "slice": _slices_all,

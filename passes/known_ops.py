@@ -1,8 +1,8 @@
 """Write ops that have no sharding rule as ops that have one. Plan-independent.
 
-before    einsum of two tensors, unbind, stack, glu, repeat_interleave, repeat, baddbmm
-after     linear or matmul between permutations and reshapes; split, unsqueeze, cat, expand, bmm. An op whose arguments
-          are of another kind stays
+before    einsum of two tensors, unbind, stack, glu, repeat_interleave, repeat, baddbmm, slice_scatter
+after     linear or matmul between permutations and reshapes; split, unsqueeze, cat, slice, expand, bmm. An op whose
+          arguments are of another kind stays
 requires  canonicalize
 ensures   same values, up to the rounding of the kernel that multiplies
 """
@@ -241,6 +241,42 @@ def _baddbmm(w: Writer, node: fx.Node) -> fx.Node | None:
     return w.op(aten.add.Tensor, (product, scaled), node.meta["shape"])
 
 
+def _slice_scatter(w: Writer, node: fx.Node) -> fx.Node | None:
+    """`x[..., start:end] = value`, in a dim of a known size: what stays of x beside the value. Where all of x was
+    written part by part, as into `new_empty`, nothing of it stays."""
+    x, value = node.args[:2]
+    assert isinstance(x, fx.Node)
+    shape: Shape = node.meta["shape"]
+    dim = _argument(node, 2, "dim", 0) % len(shape)
+    start, end = _argument(node, 3, "start", None), _argument(node, 4, "end", None)
+    size = shape[dim]
+    if (
+        not isinstance(size, int)
+        or _argument(node, 5, "step", 1) != 1
+        or any(isinstance(b, fx.Node) for b in (start, end))
+    ):
+        return None
+    start, end, _ = slice(start, end).indices(size)
+    parts = [*_between(w, x, dim, 0, start), value, *_between(w, x, dim, end, size)]
+    return w.op(aten.cat.default, (parts, dim), shape)
+
+
+def _between(w: Writer, x: fx.Node, dim: int, start: int, end: int) -> list[fx.Node]:
+    """Elements from `start` to `end` of `dim`: the parts themselves where `x` is put together of such."""
+    parts, joined = [x], x.op == "call_function" and op_name(x) == "cat" and _argument(x, 1, "dim", 0) == dim
+    if joined and all(isinstance(p.meta["shape"][dim], int) for p in x.args[0]):  # type: ignore[union-attr]
+        parts = list(x.args[0])  # type: ignore[arg-type]
+    found, first = [], 0
+    for part in parts:
+        shape = part.meta["shape"]
+        low, high = max(start - first, 0), min(end - first, shape[dim])
+        if low < high:
+            cut = (*shape[:dim], high - low, *shape[dim + 1 :])
+            found.append(part if cut == shape else w.op(aten.slice.Tensor, (part, dim, low, high), cut))
+        first += shape[dim]
+    return found
+
+
 _WRITTEN: dict[str, Callable[[Writer, fx.Node], fx.Node | None]] = {
     "einsum": _einsum,
     "unbind": _unbind,
@@ -249,4 +285,5 @@ _WRITTEN: dict[str, Callable[[Writer, fx.Node], fx.Node | None]] = {
     "repeat_interleave": _repeat_interleave,
     "repeat": _repeat,
     "baddbmm": _baddbmm,
+    "slice_scatter": _slice_scatter,
 }

@@ -48,9 +48,10 @@ def context_attention(
     kept: KeptOutput | None = None,
     overlap: bool = True,
 ) -> Tensor:
-    """Attention of this rank's queries [b, h, s/n, d] to the keys [b, g, s/n, d] of all ranks; result [b, h, s/n, d].
+    """Attention of this rank's queries [b, h, s/n, d] to the keys [b, g, s/n, d] of all ranks; result [b, h, s/n, e].
 
-    Key/value heads may be fewer (h / g query heads share one); they travel as they are.
+    Key/value heads may be fewer (h / g query heads share one); they travel as they are. Values may have another width
+    e than keys (latent attention): round the ring and when gathered, the narrower is filled up with zeros.
 
     Causal sequences lie in zigzag order, others in their own. What `kept` holds is not computed again. `overlap`: hops
     of the ring are under way while a block is computed; without it they come first, the same bits.
@@ -66,8 +67,13 @@ def context_attention(
         return _all_to_all(q, k, v, is_causal, scale, process_group, kept)
     if kind not in KINDS:
         raise ValueError(f"{kind!r} is not one of {', '.join(KINDS)}")
+    width = v.shape[-1]
+    if k.shape[-1] != width:
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        widest = max(k.shape[-1], width)
+        q, k, v = (F.pad(x, (0, widest - x.shape[-1])) for x in (q, k, v))
     result: Tensor = _OverRanks.apply(q, k, v, is_causal, scale, process_group, kind, kept, overlap)
-    return result
+    return result if result.shape[-1] == width else result[..., :width]
 
 
 def query_key_pairs(length: int, ranks: int, causal: bool) -> list[int]:

@@ -241,6 +241,22 @@ def mixtral_tiny(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module
     return _hf("MixtralForCausalLM", "MixtralConfig", dtype, seed, **sizes)
 
 
+def deepseek_tiny(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
+    """Latent attention: values narrower than keys, which are written part by part; one dense layer, one of experts."""
+    sizes = {**_LLAMA_SIZES, "num_hidden_layers": 2, "num_key_value_heads": HEADS, "first_k_dense_replace": 1}
+    ranks = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
+    sizes |= {"moe_intermediate_size": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    return _hf("DeepseekV3ForCausalLM", "DeepseekV3Config", dtype, seed, **sizes, **ranks, **experts)
+
+
+def deberta_tiny(dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
+    """Attention of joined heads under scores of relative positions, both ways."""
+    sizes = {**_PLAIN_SIZES, **_NO_HF_DROPOUT, "num_hidden_layers": 2, "type_vocab_size": 0}
+    relative = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 8}
+    return _hf("DebertaV2ForMaskedLM", "DebertaV2Config", dtype, seed, **sizes, **relative)
+
+
 HF_BUILDERS: dict[str, Callable[..., nn.Module]] = {
     "gpt2": gpt2_tiny,
     "llama": llama_tiny,
@@ -259,6 +275,7 @@ MORE_HF_BUILDERS: dict[str, Callable[..., nn.Module]] = {
     "opt": opt_tiny,
     "mixtral": mixtral_tiny,
 }
+OTHER_HF_BUILDERS: dict[str, Callable[..., nn.Module]] = {"deepseek": deepseek_tiny, "deberta": deberta_tiny}
 BUILDERS: dict[str, Callable[..., nn.Module]] = {
     "tiny_gpt": tiny_gpt,
     "encoder": encoder_classifier,

@@ -20,8 +20,8 @@ from tests import models
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
-FAMILIES = {**models.BUILDERS, **models.MORE_HF_BUILDERS}
-NAMES = ["gpt2", "mistral", "bert", "t5", "encoder", *models.MORE_HF_BUILDERS]
+FAMILIES = {**models.BUILDERS, **models.MORE_HF_BUILDERS, **models.OTHER_HF_BUILDERS}
+NAMES = ["gpt2", "mistral", "bert", "t5", "encoder", *models.MORE_HF_BUILDERS, *models.OTHER_HF_BUILDERS]
 
 
 def build(family: str) -> tuple[nn.Module, dict[str, Any]]:

@@ -25,16 +25,17 @@ def _pieces(x: Tensor, rank: int, ranks: int, zigzag: bool) -> Tensor:
     return torch.cat([chunks[rank], chunks[2 * ranks - 1 - rank]], 2)
 
 
-def _errors(kind: str, causal: bool, dtype: torch.dtype, groups: int = HEADS) -> list[float]:
+def _errors(kind: str, causal: bool, dtype: torch.dtype, groups: int = HEADS, width: int = DIM) -> list[float]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
-    whole = [torch.randn(2, h, SEQ, DIM, dtype=dtype).requires_grad_() for h in (HEADS, groups, groups)]
-    grad = torch.randn(2, HEADS, SEQ, DIM, dtype=dtype)
+    sizes, scale = ((HEADS, DIM), (groups, DIM), (groups, width)), 0.3 if width == DIM else None
+    whole = [torch.randn(2, h, SEQ, d, dtype=dtype).requires_grad_() for h, d in sizes]
+    grad = torch.randn(2, HEADS, SEQ, width, dtype=dtype)
     q, k, v = whole
-    wanted = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=0.3, enable_gqa=groups != HEADS)
+    wanted = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=groups != HEADS)
     gradients = torch.autograd.grad(wanted, whole, grad)
     mine = [_pieces(x.detach(), rank, ranks, causal).clone().requires_grad_() for x in whole]
-    found = context_attention(*mine, is_causal=causal, scale=0.3, kind=kind, group=dist.group.WORLD.group_name)
+    found = context_attention(*mine, is_causal=causal, scale=scale, kind=kind, group=dist.group.WORLD.group_name)
     shares = torch.autograd.grad(found, mine, _pieces(grad, rank, ranks, causal))
     pairs = [(found, wanted), *zip(shares, gradients, strict=True)]
     return [(a - _pieces(b, rank, ranks, causal)).abs().max().item() for a, b in pairs]
@@ -43,6 +44,8 @@ def _errors(kind: str, causal: bool, dtype: torch.dtype, groups: int = HEADS) ->
 def _every_way() -> dict[str, list[float]]:
     cases = [(k, c, torch.float64) for k in KINDS for c in (False, True)]
     errors = {f"{kind} causal={causal}": _errors(kind, causal, dtype) for kind, causal, dtype in cases}
+    for kind, width in ((kind, width) for kind in KINDS for width in (DIM - 3, DIM + 2)):
+        errors[f"{kind} values of width {width}"] = _errors(kind, True, torch.float64, width=width)
     for kind in ("ring", "all-gather"):  # fewer key/value heads, which all-to-all may not be able to share out
         errors[f"{kind} grouped"] = _errors(kind, True, torch.float64, groups=1)
     return errors
