@@ -122,6 +122,7 @@ def _from_config(name: str, values: Mapping[str, Any]) -> ModelSource:
             where=name,
             try_="a newer transformers, or py:package.module:factory for a model with its own code",
         ) from error
+    _check_decoder_start(config, name)
     model_class = _class_with_loss(config, name)
 
     def build(device: str = "meta") -> nn.Module:
@@ -136,6 +137,15 @@ def _from_config(name: str, values: Mapping[str, Any]) -> ModelSource:
         return build("cpu"), example(multiple, seq)
 
     return ModelSource(name, build, example, materialize, "hf", _learned_positions(config))
+
+
+def _check_decoder_start(config: Any, name: str) -> None:
+    """The decoder of an encoder-decoder reads its labels shifted by one, after this token."""
+    if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
+        raise SpecError(
+            "no decoder_start_token_id: what the decoder reads first is not known", where=name,
+            try_='"decoder_start_token_id" in the config (T5: the pad_token_id, 0)',
+        )  # fmt: skip
 
 
 def _class_with_loss(config: Any, name: str) -> Any:

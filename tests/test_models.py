@@ -102,6 +102,25 @@ def test_wrong_names_are_refused_in_one_line(tmp_path: Path, name: str, says: st
     assert "\n" not in str(caught.value)
 
 
+def test_an_encoder_decoder_needs_its_first_token(tmp_path: Path) -> None:
+    """T5's default config has none, and its forward needs it to shift the labels."""
+    sizes = {
+        "model_type": "t5",
+        "d_model": 16,
+        "d_kv": 4,
+        "d_ff": 32,
+        "num_layers": 1,
+        "num_heads": 4,
+        "vocab_size": 64,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    with pytest.raises(SpecError, match="no decoder_start_token_id"):
+        resolve(f"hf:{tmp_path}")
+    (tmp_path / "config.json").write_text(json.dumps(sizes | {"decoder_start_token_id": 0}))
+    source = resolve(f"hf:{tmp_path}")
+    assert torch.isfinite(source.build(device="cpu")(**source.example(2, 8)).loss)
+
+
 def test_missing_transformers_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     real_import = builtins.__import__
 
