@@ -45,6 +45,9 @@ def cache_notice(model: nn.Module) -> tuple[str, ...]:
     return ("the config says use_cache: no key/value cache is built here, outputs hold no past_key_values",)
 
 
+_TENSORS = 'pass {"input_ids": ..., "labels": ...} of tensors; torch.as_tensor makes one of a list or an array'
+
+
 def fake_call(example: Mapping[str, Tensor], mode: FakeTensorMode) -> tuple[list[Tensor], list[Any]]:
     """Fake tensors of the example's shapes and which of their dims are dynamic.
 
@@ -52,7 +55,7 @@ def fake_call(example: Mapping[str, Tensor], mode: FakeTensorMode) -> tuple[list
     whether two sizes are the same, and an accidental equality would tie the batch to another dim.
     """
     if not example:
-        raise SpecError("the example holds no tensor", where="example", try_='pass {"input_ids": ..., "labels": ...}')
+        raise SpecError("the example holds no tensor", where="example", try_=_TENSORS)
     known = input_dims(example)
     taken = {size for name, t in example.items() for size in t.shape[known[name].has_rows :]}
     batch = next(n for n in (6, 10, 14, 22, 26, 34, 38, 46, 58, 62) if n not in taken)

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import sympy
 import torch
 from torch import fx
 
 from autopar.errors import UnsupportedModelError
-from autopar.graph_walks import output_node
+from autopar.graph_walks import holds, output_node
 from autopar.ir import TracedModel
 from autopar.passes.dead_code import is_update
 from autopar.plan import Plan
@@ -52,6 +53,15 @@ def _reads_no_batch(value: fx.Node) -> bool:
     return all(_reads_no_batch(n) for n in value.all_input_nodes)
 
 
+def _reads_no_rows(value: fx.Node, batch: sympy.Symbol) -> bool:
+    """Whether `value` is computed from buffers and sizes that rows have no part in."""
+    if value.op != "call_function":
+        return value.op == "get_attr" and not value.meta.get("grad", False)
+    if value.target is torch.ops.aten.sym_size.int:
+        return not holds(value.meta["size"], batch)
+    return all(_reads_no_rows(n, batch) for n in value.all_input_nodes)
+
+
 def _again(graph: fx.Graph, value: fx.Node) -> fx.Node:
     """A copy of `value` and of what it is computed from, outside every module."""
     copies: dict[fx.Node, fx.Node] = {}
@@ -75,16 +85,21 @@ def updated_buffers(graph: fx.Graph) -> list[str]:
 
 def check_updates(traced: TracedModel, plan: Plan) -> None:
     """Raise UnsupportedModelError where an update would not be the model's own under `plan`."""
-    parts = plan.degrees.dp * plan.degrees.cp * plan.degrees.pp * plan.micro_batches
+    rows = plan.degrees.dp * plan.micro_batches
     for node in traced.graph_module.graph.nodes:
         if not is_update(node):
             continue
         name = str(node.args[0].target)
+        whole = _reads_no_rows(node.args[1], traced.batch)  # as rotary tables that follow the length of a sequence
+        parts = plan.degrees.cp * plan.degrees.pp * (1 if whole else rows)
         if parts > 1 and not _reads_no_batch(node.args[1]):
             raise UnsupportedModelError(
-                "a buffer is changed in forward by what it sees of the batch: of a part it would see something else",
+                f"a buffer is changed in forward by {'the length' if whole else 'what it sees'} of the batch: of a "
+                "part it would see something else",
                 where=name,
-                try_="a plan with dp=1, cp=1, pp=1 and one micro-batch, or such state outside the model",
+                try_="a plan with "
+                + ("cp=1 and pp=1" if whole else "dp=1, cp=1, pp=1 and one micro-batch")
+                + ", or such state outside the model",
             )
         if plan.virtual_stages > 1:
             raise UnsupportedModelError(

@@ -158,6 +158,29 @@ def test_tr_11_a_running_mean_is_kept_where_the_batch_is_whole_and_refused_where
             apply(traced, _plan(**cut))
 
 
+class ByLength(RunningMean):
+    """A table for the length of its sequences, as scaled rotary frequencies are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        table = torch.where(torch.arange(x.shape[1]).max() + 1 > 2, torch.arange(4.0), torch.ones(4))
+        self.mean.copy_(table)
+        for layer in self.layers:
+            x = layer(x * self.mean)
+        return x.pow(2).mean()
+
+
+def test_tr_11_a_table_by_length_is_the_same_for_any_rows_and_refused_where_the_sequence_is_cut() -> None:
+    torch.manual_seed(0)
+    model, x = ByLength(), torch.rand(4, 3, 4)
+    traced = prepare(trace(model, {"x": x}))
+    pm = build(model, traced, _plan(micro_batch=2))
+    for length in (3, 2):
+        torch.testing.assert_close(pm.step({"x": x[:, :length]}), model(x[:, :length]), rtol=1e-6, atol=0)
+        assert torch.equal(pm.state_dict()["mean"], torch.arange(4.0) if length == 3 else torch.ones(4))
+    with pytest.raises(UnsupportedModelError, match="by the length of the batch"):
+        apply(traced, _plan(degrees=Degrees(cp=2), seq_len=4))
+
+
 class Changes(nn.Module):
     """Changes what is not its own."""
 
