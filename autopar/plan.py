@@ -38,6 +38,7 @@ from autopar.plan_checks import (
 )
 
 __all__ = [
+    "BUCKET_BYTES",
     "CHECKPOINT_MODES",
     "CONTEXT_PARALLEL",
     "DEFAULT_OVERLAP",
@@ -51,6 +52,9 @@ __all__ = [
 
 SCHEMA_VERSION = 1
 DEFAULT_OVERLAP = ("dp_reduce", "cp_ring", "zero3_gather")
+
+BUCKET_BYTES = 25 * 2**20
+"""Of data-parallel gradients that are summed at a time without ZeRO: priced so, and run so unless told otherwise."""
 
 
 def _frozen(mapping: Mapping[str, Any]) -> Mapping[str, Any]:

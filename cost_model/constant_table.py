@@ -23,6 +23,9 @@ __all__ = ["Constant", "Constants", "GenerationConstants", "load_constants", "wi
 
 FOLDER = Path(__file__).parent / "constants"
 
+_HIDDEN = ("tp_hidden", "tp_linear_hidden", "pp_hidden", "cp_hidden")
+"""Fractions of communication that hide behind compute."""
+
 
 @dataclass(frozen=True)
 class Constant:
@@ -61,6 +64,11 @@ class GenerationConstants:
 
     generation: str
     values: Mapping[str, float]
+
+    @property
+    def hides(self) -> bool:
+        """False where communication takes the cores that compute: a CPU moves bytes itself."""
+        return self.generation != "cpu"
 
     def __getitem__(self, name: str) -> float:
         if name not in self.values:
@@ -103,7 +111,10 @@ class Constants:
         if generation not in self._views:
             shared = {c.name: c.value for c in self if not c.generation}
             own = {c.name: c.value for c in self if c.generation == generation}
-            self._views[generation] = GenerationConstants(generation, MappingProxyType(shared | own))
+            found = GenerationConstants(generation, MappingProxyType(shared | own))
+            if not found.hides:
+                found = replace(found, values=MappingProxyType(shared | own | dict.fromkeys(_HIDDEN, 0.0)))
+            self._views[generation] = found
         return self._views[generation]
 
     def priors(self) -> Constants:

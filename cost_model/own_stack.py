@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from autopar.cost_model.memory import Recipe
 from autopar.cost_model.step_price import StackTraits
+from autopar.plan import BUCKET_BYTES
 from autopar.specs import StackSpec
 
 __all__ = ["own_traits"]
@@ -28,5 +29,5 @@ def own_traits(stack: StackSpec, recipe: Recipe, zero: int, *, sequence_sharding
         sums_replicas_once=True,
         scatters_stage_outputs=False,
         stops_early=True,
-        bucket_bytes=25 * 2**20,  # of runtime.engine
+        bucket_bytes=BUCKET_BYTES,
     )

@@ -164,8 +164,7 @@ class StepPrice:
         self.replica_group = group_cost(cluster, hybrid, "dp")
         self.tp_group, self.cp_group, self.pp_group = (group_cost(cluster, d, axis) for axis in ("tp", "cp", "pp"))
         self.tp_exposed = 1 - (constants["tp_hidden"] if "tp" in traits.overlap else 0.0)
-        # a CPU moves bytes with the cores that compute
-        self.hides_dp = "dp" in traits.overlap and cluster.device.kind == "cuda"
+        self.hides_dp = "dp" in traits.overlap and constants.hides
 
     # --- every micro-batch --------------------------------------------------------------------------------------------
 

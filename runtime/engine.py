@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from autopar.binding import as_call
 from autopar.errors import AutoparError
-from autopar.plan import Plan
+from autopar.plan import BUCKET_BYTES, Plan
 from autopar.runtime.batches import RowsSeen
 from autopar.runtime.grad_norm import GradientNorm
 from autopar.runtime.judge import StepJudge
@@ -61,7 +61,7 @@ class ParallelModule(nn.Module):
         again: Callable[[Mapping[str, Any]], Program] | None = None,
         device: torch.device,
         report: Callable[[], str] | None = None,
-        bucket_bytes: int = 25 * 2**20,
+        bucket_bytes: int = BUCKET_BYTES,
         overlap: bool | None = None,
         fp32_reduce: Collection[str] = (),
         non_finite: str = "keep",

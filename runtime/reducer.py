@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from autopar.plan import BUCKET_BYTES
 from autopar.runtime.clock import waiting
 from autopar.runtime.collectives import widened
 from autopar.runtime.gradient_bucket import GradientBucket, cut_into_buckets, has_own_memory
@@ -76,7 +77,7 @@ class GradientReducer:
         sums: Sequence[GroupSum] = (),
         *,
         uses: Mapping[nn.Parameter, int] | None = None,
-        bucket_bytes: int = 25 * 2**20,
+        bucket_bytes: int = BUCKET_BYTES,
         overlap: bool = True,
         wide: bool = False,
     ) -> None:

@@ -7,13 +7,15 @@ from dataclasses import replace
 import pytest
 
 from autopar.cost_model.block_layout import BlockWork
+from autopar.cost_model.comm_cost import group_cost
 from autopar.cost_model.constant_table import load_constants
-from autopar.cost_model.kernels import MATMUL, Kernel, Kernels
+from autopar.cost_model.kernels import ATTENTION, MATMUL, Kernel, Kernels
 from autopar.cost_model.machine import Machine
 from autopar.cost_model.run_memory import in_flight, run_memory
 from autopar.cost_model.run_price import RunLayout, RunWork, StackTraits, price_run, stage_layers
 from autopar.hardware import preset
 from autopar.mesh import Degrees
+from autopar.specs import ClusterSpec
 
 NOTHING = BlockWork(Kernels(()), Kernels(()), (), 0.0, 0.0)
 LAYER = BlockWork(
@@ -26,11 +28,11 @@ LAYOUT = RunLayout(degrees=Degrees(pp=4, dp=2), layers=16, seq_len=4096, micro_b
 CLUSTER = preset("dgx-h100", 1)
 
 
-def step(layout: RunLayout, **traits: object) -> dict[str, float]:
+def step(layout: RunLayout, cluster: ClusterSpec = CLUSTER, work: RunWork = WORK, **traits: object) -> dict[str, float]:
     constants = load_constants()
-    machine = Machine.of(CLUSTER.device, CLUSTER.stack, "bf16")
-    table = constants.of(CLUSTER.device)
-    return price_run(WORK, layout, CLUSTER, StackTraits(**traits), machine, table)  # type: ignore[arg-type]
+    machine = Machine.of(cluster.device, cluster.stack, "bf16" if cluster is CLUSTER else "fp32")
+    table = constants.of(cluster.device)
+    return price_run(work, layout, cluster, StackTraits(**traits), machine, table)  # type: ignore[arg-type]
 
 
 def test_parts_add_up() -> None:
@@ -60,6 +62,50 @@ def test_what_hides_depends_on_what_the_stack_declares() -> None:
     tensor = replace(LAYOUT, degrees=Degrees(tp=8), zero_shard=1)
     plain, linear = step(tensor, overlap=())["tp"], step(tensor, overlap=("tp_linear",))["tp"]
     assert plain / 2 <= linear < plain  # the backward half at most
+
+
+@pytest.mark.parametrize(
+    ("part", "axis", "declared", "zero"),
+    [("dp", "dp", "dp", 0), ("dp", "dp", "dp", 1), ("dp", "dp", "dp", 3), ("tp", "tp", "tp", 0),
+     ("tp", "tp", "tp_linear", 0), ("pp", "pp", "pp", 0)],
+)  # fmt: skip
+def test_on_a_cpu_nothing_hides(part: str, axis: str, declared: str, zero: int) -> None:
+    layout = replace(LAYOUT, degrees=Degrees(**{axis: 8}), zero=zero, zero_shard=8 if zero else 1)
+    for cluster, hides in ((CLUSTER, True), (preset("local", 8), False)):
+        declares, bare = (step(layout, cluster, overlap=overlap, fully_sharded=True) for overlap in ((declared,), ()))
+        assert (declares[part] < bare[part]) == hides
+        assert declares[part] == pytest.approx(bare[part]) or hides
+
+
+def test_a_ring_over_cp_hides_behind_attention_on_a_gpu_alone() -> None:
+    core = Kernel(ATTENTION, m=4096, n=4096, k=128, batch=32)
+    layer = replace(LAYER, forward=Kernels([core]), backward=Kernels([core._replace(backward=1)]))
+    work = RunWork(layer, NOTHING, NOTHING, 16e6, 0.0, 0.0, 1e6, 8e6, 8e6)
+    layout = replace(LAYOUT, degrees=Degrees(cp=8), zero_shard=1)
+    for cluster, hides in ((CLUSTER, True), (preset("local", 8), False)):
+        group = group_cost(cluster, layout.degrees, "cp")
+        exchanges = 3 * 7 * group.seconds("send", 8e6)  # keys forward, keys and their gradients backward
+        whole = 16 * 8 * exchanges  # layers, micro-batches
+        assert step(layout, cluster, work)["cp"] == pytest.approx(whole * (1 - 0.8 * 7 / 8 if hides else 1))
+
+
+@pytest.mark.parametrize(("bucket_bytes", "messages"), [(float("inf"), 1), (64e6, 8), (512e6, 1), (500e6, 2)])
+def test_sums_without_zero_pay_latency_for_each_bucket(bucket_bytes: float, messages: int) -> None:
+    """16 layers of 16e6 parameters, in 2 bytes: 512 MB."""
+    layout = replace(LAYOUT, degrees=Degrees(dp=8), zero=0, zero_shard=1)
+    group = group_cost(CLUSTER, layout.degrees, "dp")
+    parts = step(layout, overlap=(), bucket_bytes=bucket_bytes)
+    assert parts["dp"] == pytest.approx(messages * group.seconds("all_reduce", 512e6 / messages))
+
+
+@pytest.mark.parametrize(("fully_sharded", "messages"), [(True, 17), (False, 1)])
+def test_sums_with_zero_pay_latency_for_each_unit(fully_sharded: bool, messages: int) -> None:
+    """16 layers and the ends are units of FSDP."""
+    layout = replace(LAYOUT, degrees=Degrees(dp=8), zero=1, zero_shard=8)
+    group = group_cost(CLUSTER, layout.degrees, "dp")
+    parts = step(layout, overlap=(), bucket_bytes=1e6, fully_sharded=fully_sharded)
+    each = (group.seconds(kind, 512e6 / messages) for kind in ("reduce_scatter", "all_gather"))
+    assert parts["dp"] == pytest.approx(messages * sum(each))
 
 
 @pytest.mark.parametrize(

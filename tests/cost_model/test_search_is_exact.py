@@ -62,7 +62,11 @@ def random_cluster(rng: random.Random, devices: int) -> ClusterSpec:
     )  # fmt: skip
     link = LinkSpec(name="net", span=devices, bandwidth=10 ** rng.uniform(7, 10), latency=10 ** rng.uniform(-7, -4))
     overlap = rng.choice([(), ("dp_reduce",), ("dp_reduce", "tp_linear", "tp_ring", "pp_send")])
-    return replace(local, device=device, links=(link,) if devices > 1 else (), stack=StackSpec(overlap=overlap))
+    links = (link,) if devices > 1 else ()
+    if len(overlap) > 1:  # a GPU, on which it hides, and chains are fused
+        device = replace(device, kind="cuda")
+    stack = StackSpec(overlap=overlap, elementwise="compiled" if device.kind == "cuda" else "eager")
+    return replace(local, device=device, links=links, stack=stack)
 
 
 def brute_force(run: Run) -> float:
