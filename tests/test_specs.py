@@ -12,7 +12,8 @@ import pytest
 
 from autopar.errors import SpecError
 from autopar.hardware import NODES
-from autopar.specs import ClusterSpec, DeviceSpec, LinkSpec, StackSpec, TrainSpec
+from autopar.mixed_cluster import mixed_cluster
+from autopar.specs import ClusterSpec, CollectiveSpec, DeviceSpec, GroupSpec, LinkSpec, StackSpec, TrainSpec
 from autopar.units import bandwidth_bytes_per_s, flops_per_s, memory_bytes, time_s
 
 FILE = """
@@ -212,3 +213,42 @@ def test_a_figure_no_device_has_is_refused_by_key(tmp_path: Path, value: str) ->
         path = written(tmp_path, f'[device]\nbf16_flops = "1T"\nmemory_bandwidth = "1TB/s"\n{key} = {value}\n')
         with pytest.raises(SpecError, match="device"):
             ClusterSpec.load(path)
+
+
+@pytest.mark.parametrize(
+    ("table", "says"),
+    [
+        ('[link.send]\nbandwidth = "1GB/s"', "missing latency"),
+        ("[link.send]", "missing bandwidth, latency"),
+        ('[link.send]\nbandwidth = "1GB/s"\nlatency = "1us"\nspan = 2', "unknown key 'span'"),
+        ('[link.sends]\nbandwidth = "1GB/s"\nlatency = "1us"', "unknown key 'sends'"),
+        ("send = 3", r"must be a table \[send\]"),
+        ('[link.send]\nbandwidth = 0\nlatency = "1us"', "link 1.send.bandwidth: must be a bandwidth"),
+    ],
+)
+def test_figures_of_a_collective_are_checked(tmp_path: Path, table: str, says: str) -> None:
+    link = '[device]\nkind = "h100"\n[[link]]\nspan = 8\nbandwidth = "1GB/s"\nlatency = "1us"\n'
+    with pytest.raises(SpecError, match=says):
+        ClusterSpec.load(written(tmp_path, link + table))
+
+
+def test_a_collective_has_figures_once() -> None:
+    send = CollectiveSpec(kind="send", bandwidth=1e9, latency=1e-6)
+    with pytest.raises(SpecError, match="a collective is given twice: send, send"):
+        LinkSpec(name="a", span=8, bandwidth=1e9, latency=1e-6, collectives=(send, send))
+    with pytest.raises(SpecError, match="link: collective"):
+        replace(send, kind="broadcast")
+
+
+def test_mixed_groups_take_the_slowest_figures_of_each_collective() -> None:
+    """A group without figures of sends counts with those of its link, less its efficiency."""
+    send = CollectiveSpec(kind="send", bandwidth=30e9, latency=1e-6)
+    fast = LinkSpec(name="fast", span=4, bandwidth=100e9, latency=2e-6, efficiency=0.5, collectives=(send,))
+    slow = LinkSpec(name="slow", span=4, bandwidth=20e9, latency=3e-6, efficiency=0.5)
+    between = LinkSpec(name="between", span=8, bandwidth=1e9, latency=1e-5)
+    device = DeviceSpec(name="d", memory_bytes=1 << 33, flops={"fp32": 1e12}, memory_bandwidth=1e11, reserved_bytes=0)
+    groups = tuple(GroupSpec(name=link.name, device=device, num_devices=4, links=(link,)) for link in (fast, slow))
+    inner, outer = mixed_cluster("mixed", groups, between, StackSpec()).links
+    assert inner.collectives == (CollectiveSpec(kind="send", bandwidth=10e9, latency=3e-6),)
+    assert inner.rate("all_gather") == (10e9, 3e-6)
+    assert outer.collectives == ()
