@@ -24,8 +24,8 @@ def fitting(traced: TracedModel, batch: Mapping[str, Tensor]) -> dict[str, Tenso
         x = batch.get(spec.name)
         if x is None:
             continue
-        if x.layout != torch.strided or x.is_nested or x.is_meta or isinstance(x, DTensor):
-            raise _misfit(spec, "no values of its own, or not in rows", "a plain tensor: x.to_dense(), x.full_tensor()")
+        if (form := _form(x)) is not None:
+            raise SpecError(f"input {spec.name} is {form[0]}", where="batch", try_=f"a plain tensor: {form[1]}")
         if x.dim() != len(spec.shape):
             raise _misfit(spec, f"{x.dim()} dims, captured with {len(spec.shape)}")
         for dim, (size, captured) in enumerate(zip(x.shape, spec.shape, strict=True)):
@@ -36,6 +36,17 @@ def fitting(traced: TracedModel, batch: Mapping[str, Tensor]) -> dict[str, Tenso
         fitted[spec.name] = _in_captured_dtype(spec, x, weights)
     _check_lengths(traced, lengths)
     return fitted
+
+
+def _form(x: Tensor) -> tuple[str, str] | None:
+    """What a tensor is that cannot be cut by rows, and how to make it one that can; None: nothing has to be done."""
+    if isinstance(x, DTensor):
+        return "a DTensor, of which a rank holds a part", "x.full_tensor()"
+    if x.is_meta:
+        return "on the meta device and holds no values", "one with values, on the CPU or the ranks' own device"
+    if x.is_nested:
+        return "nested, with rows of different lengths", "torch.nested.to_padded_tensor(x, padding)"
+    return (f"in the layout {x.layout}", "x.to_dense()") if x.layout != torch.strided else None
 
 
 def _check_lengths(traced: TracedModel, lengths: Mapping[str, int]) -> None:
@@ -91,7 +102,11 @@ def row_count(inputs: Sequence[InputSpec], batch: Mapping[str, Tensor]) -> int:
     rows = {s.name: batch[s.name].shape[s.batch_dim] for s in inputs if s.batch_dim is not None}
     if len(set(rows.values())) != 1:
         listed = ", ".join(f"{name} {n}" for name, n in rows.items()) or "none has a batch dim"
-        raise SpecError(f"the inputs of a batch need the same number of rows: {listed}", where="batch")
+        raise SpecError(
+            f"the inputs of a batch need the same number of rows: {listed}",
+            where="batch",
+            try_="inputs whose first dim counts the same sequences" if rows else "an example with several rows",
+        )
     return next(iter(rows.values()))
 
 
