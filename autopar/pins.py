@@ -103,6 +103,7 @@ class Pins:
         Degrees must multiply to the devices, dp x microbatch must divide the batch, cp the sequence.
         """
         _check_devices(self, cluster.num_devices)
+        _check_zero(self, cluster.num_devices)
         if train.global_batch is not None:
             _check_batch(self, train.global_batch)
         if train.seq_len is not None and self.cp not in (None, 1) and train.seq_len % (2 * self.cp):
@@ -148,6 +149,17 @@ def _check_devices(pins: Pins, num_devices: int) -> None:
             f"{text} uses {product} of the {num_devices} devices",
             where=f"pin {' '.join(pinned)}",
             try_=f"degrees whose product is {num_devices}, or leave one of them free",
+        )
+
+
+def _check_zero(pins: Pins, num_devices: int) -> None:
+    """ZeRO shards over dp x cp ranks; the pinned degrees may leave one."""
+    of_model = math.prod(size for size in (pins.tp, pins.pp) if size is not None)
+    if pins.zero and (num_devices == of_model or (pins.dp == 1 and pins.cp == 1)):
+        raise SpecError(
+            f"zero {pins.zero} shards over dp x cp, and the pins leave one such rank on {num_devices} devices",
+            where="pin zero",
+            try_="zero 0, or pins that leave dp x cp at 2 or more" if num_devices > 1 else "zero 0, or more devices",
         )
 
 

@@ -257,8 +257,8 @@ def _schedules(partition: Partition, limits: ModelLimits, pins: Pins) -> Iterato
 def zero_levels(degrees: Degrees, spans: tuple[int, ...], pins: Pins) -> Iterator[tuple[int, int]]:
     """(level, dp ranks that share a sharded copy; 0: all)."""
     if degrees.dp * degrees.cp == 1:
-        if pins.zero_group in (None, 0, 1):
-            yield (pins.zero or 0), 0
+        if pins.zero in (None, 0) and pins.zero_group in (None, 0, 1):  # one data rank has nobody to share with
+            yield 0, 0
         return
     for zero in (0, 1, 2, 3) if pins.zero is None else (pins.zero,):
         if pins.zero_group is None:
@@ -320,6 +320,8 @@ def _rules_of_pins(limits: ModelLimits, pins: Pins) -> str:
     if pins.virtual_stages not in (None, 1) or pins.schedule == "interleaved":
         most = f"pp times chunks at most {limits.layers} (layers)" if limits.equal_layers else "layers of one kind"
         rules += f", several chunks need pp above 1, {most} and micro-batches in equal rounds of at least pp"
+    if pins.zero:
+        rules += f", dp x cp has to be above 1 for zero {pins.zero} to shard anything"
     if pins.zero_group not in (None, 0):
         rules += f", dp has to be a multiple of zero_group {pins.zero_group}"
     return rules

@@ -19,6 +19,8 @@ from autopar.specs import ClusterSpec, TrainSpec
         (["dp=8"], "global batch of 12 sequences cannot be shared equally by dp 8", "dp one of 4, 6, 12"),
         (["microbatch=5"], "microbatch 5 does not divide the global batch of 12", "microbatch one of 3, 4, 6"),
         (["dp=2", "microbatch=4"], "microbatch 4 does not divide 12 / dp 2 = 6", "microbatch one of 2, 3, 6"),
+        (["zero=1", "tp=4", "pp=2"], "zero 1 shards over dp x cp, and the pins leave one such rank", "dp x cp at 2"),
+        (["zero=3", "dp=1", "cp=1"], "zero 3 shards over dp x cp, and the pins leave one such rank", "dp x cp at 2"),
         (["cp=4"], "18 tokens cannot be cut into 4 equal parts", "cp one of 1, 3, 9"),
     ],
 )

@@ -102,6 +102,7 @@ def test_thirty_layers_on_four_stages() -> None:
         (Pins(pp=2, schedule="interleaved", virtual_stages=4), "virtual_stages"),
         (Pins(pp=2, schedule="zero-bubble", zero=1), "zero"),
         (Pins(cp=2, tp=2, context_parallel="all-to-all", sp=True, pp=4), "pp"),
+        (Pins(zero=1, tp=2, pp=2), "the pins leave one such rank on 4 devices"),
         (Pins(zero_group=3), "dp has to be a multiple of zero_group 3"),
         (Pins(pp=2, virtual_stages=9), "pp times chunks at most"),
     ],
@@ -110,6 +111,13 @@ def test_the_pin_that_leaves_nothing_is_named(llama: TracedModel, pins: Pins, bl
     with pytest.raises(AutoparError) as caught:
         search(llama, preset("local", 4), TRAIN, pins)
     assert blamed in str(caught.value)
+
+
+def test_pinned_zero_has_an_effect(llama: TracedModel) -> None:
+    """The fastest degrees may have a single data rank, where it would be left out without a word."""
+    plan = search(llama, preset("local", 2), TRAIN, Pins(zero=2)).plan
+    assert plan.zero == 2
+    assert plan.degrees.dp * plan.degrees.cp > 1
 
 
 def test_a_sequence_that_cannot_be_cut_is_named(llama: TracedModel) -> None:
