@@ -23,6 +23,8 @@ from autopar.specs import ClusterSpec, DeviceSpec, GroupSpec, LinkSpec, StackSpe
 
 __all__ = ["load_cluster"]
 
+_EXAMPLE = "a cluster file as docs/cluster_file.md shows it"
+
 Reader = Callable[[Any, str], Any]
 
 
@@ -61,11 +63,13 @@ def load_cluster(path: str | Path) -> ClusterSpec:
         text = Path(path).read_text(encoding="utf-8")
         document = tomllib.loads(text)
     except OSError as error:
-        raise SpecError(f"cannot read the cluster file: {error.strerror}", where=where) from error
+        raise SpecError(
+            f"cannot read the cluster file: {error.strerror}", where=where, try_="the path of a TOML file, or a preset"
+        ) from error
     except ValueError as error:  # tomllib.TOMLDecodeError and UnicodeDecodeError; a number of thousands of digits
-        raise SpecError(f"not TOML: {error}", where=where) from error
+        raise SpecError(f"not TOML: {error}", where=where, try_=_EXAMPLE) from error
     except RecursionError as error:
-        raise SpecError("not a cluster file: nested too deeply", where=where) from error
+        raise SpecError("not a cluster file: nested too deeply", where=where, try_=_EXAMPLE) from error
     try:
         return _cluster(document, Path(path).stem)
     except SpecError as error:
@@ -79,7 +83,11 @@ def _cluster(document: Mapping[str, Any], stem: str) -> ClusterSpec:
     read = tuple(_link(link, f"link {index + 1}") for index, link in enumerate(_tables(document, "link")))
     num_devices = document.get("num_devices", read[-1].span if read else None)
     if num_devices is None:
-        raise SpecError("neither num_devices nor a [[link]] says how many devices there are", where="top level")
+        raise SpecError(
+            "neither num_devices nor a [[link]] says how many devices there are",
+            where="top level",
+            try_="num_devices = 8, or span = 8 in the outermost [[link]]",
+        )
     return ClusterSpec(
         name=document.get("name", stem),
         device=_device(_table(document, "device")),
@@ -138,9 +146,7 @@ def _device(table: Mapping[str, Any]) -> DeviceSpec:
 
 def _link(table: Mapping[str, Any], where: str) -> LinkSpec:
     _known(table, [*LINK_KEYS, *COLLECTIVES], where)
-    missing = [key for key in ("span", "bandwidth", "latency") if key not in table]
-    if missing:
-        raise SpecError(f"missing {', '.join(missing)}", where=where)
+    _require(table, {"span": "8", "bandwidth": '"450 GB/s"', "latency": '"3 us"'}, where)
     own = tuple(_collective(_table(table, kind), kind, f"{where}.{kind}") for kind in COLLECTIVES if kind in table)
     return LinkSpec(**{"name": where, **_read(table, LINK_KEYS, where)}, collectives=own)
 
@@ -148,9 +154,7 @@ def _link(table: Mapping[str, Any], where: str) -> LinkSpec:
 def _collective(table: Mapping[str, Any], kind: str, where: str) -> CollectiveSpec:
     keys = {key: LINK_KEYS[key] for key in ("bandwidth", "latency")}
     _known(table, list(keys), where)
-    missing = [key for key in keys if key not in table]
-    if missing:
-        raise SpecError(f"missing {', '.join(missing)}", where=where)
+    _require(table, {"bandwidth": '"450 GB/s"', "latency": '"3 us"'}, where)
     return CollectiveSpec(kind=kind, **_read(table, keys, where))
 
 
@@ -160,7 +164,9 @@ def _stack(table: Mapping[str, Any]) -> StackSpec:
     values = dict(table)
     overlap = values.get("overlap", [])
     if not isinstance(overlap, list):
-        raise SpecError(f"must be a list of names, not {shown(overlap)}", where="stack.overlap")
+        raise SpecError(
+            f"must be a list of names, not {shown(overlap)}", where="stack.overlap", try_='overlap = ["dp_reduce"]'
+        )
     if "overlap" in values:
         values["overlap"] = tuple(overlap)
     return StackSpec(**values)
@@ -169,15 +175,26 @@ def _stack(table: Mapping[str, Any]) -> StackSpec:
 def _table(document: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     table = document.get(key)
     if not isinstance(table, Mapping):
-        raise SpecError(f"missing: a table [{key}]" if table is None else f"must be a table [{key}]", where=key)
+        what = f"missing: a table [{key}]" if table is None else f"must be a table [{key}], not {shown(table)}"
+        raise SpecError(what, where=key, try_=f"a line [{key}], its keys in the lines below")
     return table
 
 
 def _tables(document: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
     tables = document.get(key, [])
     if not isinstance(tables, list) or not all(isinstance(table, Mapping) for table in tables):
-        raise SpecError(f"must be a list of tables, each written [[{key}]]", where=key)
+        raise SpecError(
+            f"must be a list of tables, not {shown(tables)}", where=key, try_=f"[[{key}]] above the keys of each"
+        )
     return tables
+
+
+def _require(table: Mapping[str, Any], examples: Mapping[str, str], where: str) -> None:
+    """Raise SpecError unless all these keys are there; `examples` of their values."""
+    missing = [key for key in examples if key not in table]
+    if missing:
+        shows = ", ".join(f"{key} = {examples[key]}" for key in missing)
+        raise SpecError(f"missing {', '.join(missing)}", where=where, try_=f"for example {shows}")
 
 
 def _known(table: Mapping[str, Any], known: list[str], where: str) -> None:

@@ -59,17 +59,26 @@ class LinkSpec:
         require_text(self.name, "link.name")
         where = f"link {self.name!r}"
         if isinstance(self.span, bool) or not isinstance(self.span, int):
-            raise SpecError(f"must be a number of devices, not {shown(self.span)}", where=f"{where}: span")
+            raise SpecError(
+                f"must be a number of devices, not {shown(self.span)}",
+                where=f"{where}: span",
+                try_="span = 8 for a link that joins 8 devices",
+            )
         finite_positive(self.bandwidth, f"{where}: bandwidth")
         finite_non_negative(self.latency, f"{where}: latency")
         require_fraction(self.efficiency, f"{where}: efficiency")
         require_count(self.shared_by, f"{where}: shared_by")
         if not isinstance(self.in_network_reduction, bool):
-            raise SpecError("must be true or false", where=f"{where}: in_network_reduction")
+            raise SpecError(
+                f"must be true or false, not {shown(self.in_network_reduction)}",
+                where=f"{where}: in_network_reduction",
+                try_="true where switches add up (SHARP), or leave it out",
+            )
         object.__setattr__(self, "collectives", tuple(self.collectives))
         kinds = [collective.kind for collective in self.collectives]
         if len(set(kinds)) < len(kinds):
-            raise SpecError(f"a collective is given twice: {', '.join(kinds)}", where=where)
+            twice = next(kind for kind in kinds if kinds.count(kind) > 1)
+            raise SpecError(f"the collective {twice} is given twice", where=where, try_=f"one {twice} a link")
 
     def rate(self, kind: str) -> tuple[float, float]:
         """(bytes/s, seconds a message) of one kind of collective."""
@@ -93,7 +102,12 @@ def check_spans(links: tuple[LinkSpec, ...], num_devices: int) -> None:
                 f"{link.span} is not above {inner}, the level inside it", where=where, try_="innermost level first"
             )
         if inner and link.span % inner:
-            raise SpecError(f"{link.span} is not a multiple of {inner}, the level inside it", where=where)
+            near = max(1, link.span // inner) * inner
+            raise SpecError(
+                f"{link.span} is not a multiple of {inner}, the level inside it",
+                where=where,
+                try_=f"{near} or {near + inner}",
+            )
         inner = link.span
     if inner != num_devices:
         raise SpecError(
