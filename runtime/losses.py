@@ -157,9 +157,11 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         probabilities, local, owned, counted = ctx.saved_tensors
-        weight = grad * counted.to(grad.dtype)
+        # Not grad * counted: where no token counts, the loss is divided by zero and grad is infinite, and torch's
+        # gradient is zero for what is ignored.
+        weight = torch.where(counted, grad, 0.0)
         result = (probabilities - ctx.smoothing / ctx.vocab) * weight.unsqueeze(-1)
-        hit = (1.0 - ctx.smoothing) * weight * owned.to(grad.dtype)
+        hit = (1.0 - ctx.smoothing) * torch.where(owned, grad, 0.0)
         result.scatter_add_(-1, local.unsqueeze(-1), -hit.unsqueeze(-1))
         result = result.to(ctx.dtype)
         return F.pad(result, [0, ctx.filled]) if ctx.filled else result, None, None, None, None, None

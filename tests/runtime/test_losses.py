@@ -53,6 +53,19 @@ def _bad_target() -> None:
             )
 
 
+def _nothing_counts(smoothing: float) -> None:
+    local, target = torch.randn(3, 4, dtype=torch.float64).requires_grad_(), torch.full((3,), -100)
+    loss = vocab_parallel_cross_entropy_sum(local, target, label_smoothing=smoothing, group=dist.group.WORLD.group_name)
+    (loss / 0.0).backward()
+    assert torch.equal(local.grad, torch.zeros(3, 4, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_gradients_are_zero_where_no_token_counts(smoothing: float) -> None:
+    """As torch's, by which one process trains on: its loss is NaN, its gradients are not."""
+    run_ranks(2, _nothing_counts, smoothing, timeout_s=60)
+
+
 def test_a_target_outside_the_vocabulary_is_refused() -> None:
     run_ranks(2, _bad_target, timeout_s=60)
 
