@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -65,7 +65,7 @@ class WaitClock:
 
 
 def attach(clock: WaitClock) -> None:
-    """Measure with `clock` from now on, in place of one attached before until it is detached."""
+    """Measure with `clock` from now on, beside those attached before, until it is detached."""
     _clocks.append(clock)
 
 
@@ -73,16 +73,24 @@ def detach(clock: WaitClock) -> None:
     _clocks.remove(clock)
 
 
-def attached() -> WaitClock | None:
-    return _clocks[-1] if _clocks else None
+def attached() -> tuple[WaitClock, ...]:
+    return tuple(_clocks)
 
 
 def waiting(group: dist.ProcessGroup | str | None) -> AbstractContextManager[None]:
     """Around code in which compute waits for `group`; an axis may be given by its name."""
     if not _clocks:
         return _NOTHING
-    clock = _clocks[-1]
-    return _Wait(clock, group if isinstance(group, str) else clock.axis_of(group))
+    waits = [_Wait(clock, group if isinstance(group, str) else clock.axis_of(group)) for clock in _clocks]
+    return waits[0] if len(waits) == 1 else _together(waits)
+
+
+@contextmanager
+def _together(waits: Sequence[_Wait]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for wait in waits:
+            stack.enter_context(wait)
+        yield
 
 
 class _Wait(AbstractContextManager[None]):

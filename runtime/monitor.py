@@ -32,9 +32,10 @@ from autopar.runtime.memory_advice import memory_advice
 from autopar.runtime.output_paths import agree_on_writable
 from autopar.runtime.world import World
 
-__all__ = ["PARTS", "Monitor", "Record", "slow_ranks"]
+__all__ = ["OPTIONS", "PARTS", "Monitor", "Record", "slow_ranks"]
 
 PARTS = ("compute", "tp", "cp", "dp", "bubble", "optimizer", "data")
+OPTIONS = ("every", "tensorboard", "memory_limit")
 STRAGGLES = 1.15
 """A rank whose compute takes this much longer than the median of the ranks that run the same stage."""
 

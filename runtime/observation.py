@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopar.errors import SpecError
 from autopar.plan import Plan
-from autopar.runtime.monitor import Monitor
+from autopar.runtime.monitor import OPTIONS, Monitor
 from autopar.runtime.step_trace import StepTrace
 from autopar.runtime.world import World
 from autopar.runtime.zero import ShardedStage
@@ -46,7 +47,10 @@ class Observation:
             self._monitor.watch(optimizer)
 
     def monitor(self, path: str | Path | None, options: dict[str, Any]) -> Monitor:
-        """A new monitor in place of the one before, if any."""
+        """A new monitor in place of the one before, if any. Raises SpecError for an option that there is not."""
+        for name in options:
+            if name not in OPTIONS:
+                raise SpecError(f"unknown option {name!r}", where="monitor", try_=f"one of {', '.join(OPTIONS)}")
         if self._monitor is not None:
             self._monitor.close()
         if self._world.device.type == "cuda":

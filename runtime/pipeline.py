@@ -118,12 +118,10 @@ class _MeasuredStage(LeanStage):
 
 
 def _off_the_clock(compute: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    clock = attached()
-    if clock is None:
-        return compute(*args, **kwargs)
-    start = clock.mark()
+    started = [(clock, clock.mark()) for clock in attached()]
     result = compute(*args, **kwargs)
-    clock.add_since("bubble", start, sign=-1)
+    for clock, start in started:
+        clock.add_since("bubble", start, sign=-1)
     return result
 
 
@@ -194,12 +192,12 @@ class PipelineRunner:
         last = self._stages[-1].index == self._count - 1
         # The schedule wants a target to cut; the loss is in the graph and needs none.
         arguments: dict[str, Any] = {"target": torch.zeros(micro_batches), "losses": losses} if last else {}
-        schedule, clock = self._schedule_for(batch, micro_batches), attached()
-        start = None if clock is None else clock.mark()
+        schedule = self._schedule_for(batch, micro_batches)
+        started = [(clock, clock.mark()) for clock in attached()]
         # torch forwards alone in the order of the schedule, and leaves its backwards out.
         run = schedule.step if torch.is_grad_enabled() else schedule.eval
         run(**arguments, **cut, return_outputs=False)
-        if clock is not None and start is not None:
+        for clock, start in started:
             clock.add_since("bubble", start)  # less what _MeasuredStage takes off
         return [loss.detach() for loss in losses]
 

@@ -126,10 +126,11 @@ def _traced(folder: str) -> str:
     steps = pm.trace(Path(folder) / "trace.json")
     with pytest.raises(AutoparError, match="nothing has been traced yet"):
         steps.summary  # noqa: B018
-    with steps:
+    with pm.monitor() as monitor, steps:
         pm.step(batch)
         pm.step(batch)
     pm.step(batch)
+    assert monitor.records[0].ranks[0]["tp"] > 0, "both measure"
     found = steps.summary
     assert steps.steps == 2
     assert found.step_s > found.communication_s > 0
@@ -186,3 +187,5 @@ def test_bad_options_are_refused(tmp_path: Path) -> None:
     pm = build(model, prepare(trace(model, batch)), plans.megatron("tiny_gpt", Degrees()))
     with pytest.raises(SpecError, match="monitor: every: must be a positive integer"):
         pm.monitor(every=0)
+    with pytest.raises(SpecError, match="monitor: unknown option 'evry'. Try: one of every, tensorboard, memory_limit"):
+        pm.monitor(evry=2)
