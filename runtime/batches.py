@@ -7,22 +7,23 @@ last one without its targets.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, fx
 
-from autopar.errors import AutoparError, SpecError
+from autopar.errors import SpecError
 from autopar.graph_walks import holds, shapes_of
 from autopar.ir import TracedModel
 from autopar.plan import Plan
 from autopar.recomputation import attention_cores
+from autopar.runtime.agreement import first_refusal
 from autopar.runtime.index_limits import IndexLimits
-from autopar.runtime.pipeline import runnable_micro_batches
+from autopar.runtime.pipeline import check_micro_batches, runnable_micro_batches
 from autopar.runtime.rows import count_micro_batches, cut_rows, fitting, pad_rows, row_count
-from autopar.runtime.sequence import pad_sequences
+from autopar.runtime.sequence import pad_sequences, sequence_length
 from autopar.runtime.tokens import TokenCounter
 from autopar.runtime.world import World
 
@@ -40,13 +41,21 @@ class RowsSeen:
 
 
 class BatchIntake:
-    """Prepares batches of one program for one plan. `rows_seen` is shared by the programs of a model."""
+    """Prepares batches of one program for one plan. `rows_seen` and `notices` are shared by the programs of a model."""
 
     def __init__(
-        self, traced: TracedModel, plan: Plan, world: World, counter: TokenCounter, rows_seen: RowsSeen | None = None
+        self,
+        traced: TracedModel,
+        plan: Plan,
+        world: World,
+        counter: TokenCounter,
+        rows_seen: RowsSeen | None = None,
+        notices: list[str] | None = None,
     ) -> None:
         self._traced, self._plan, self._world, self._counter = traced, plan, world, counter
         self._rows_seen = rows_seen or RowsSeen()
+        self._notices = [] if notices is None else notices
+        self._told_of_padding = False
         cores = attention_cores([n for n in traced.graph_module.graph.nodes if n.op == "call_function"])
         self._causal = all(len(core) == 1 and _is_causal(core[0]) for core in cores)
         self._limits = IndexLimits(traced)
@@ -54,9 +63,9 @@ class BatchIntake:
         targets = [spec for spec in traced.inputs if spec.name in counter.inputs]
         self._hides_tokens = self._hides_rows and all(s.seq_dim is not None for s in targets) and not _pools(traced)
 
-    def numbered(self, inputs: dict[str, Tensor], every: Sequence[int] | None = None) -> dict[str, Tensor]:
+    def _numbered(self, inputs: dict[str, Tensor], every: Sequence[int] | None = None) -> dict[str, Tensor]:
         """With the number of every row since training began, if dropout reads it; `every`: rows of each dp rank, if
-        these are one rank's own."""
+        these are one rank's own. Comes after the last refusal: rows that were never run have no number."""
         if all(spec.name != ROW_IDS for spec in self._traced.inputs):
             return inputs
         rows = self._rows_of(inputs)
@@ -73,31 +82,34 @@ class BatchIntake:
         return inputs, self._rows_of(inputs)
 
     def _own_batch(self, bound: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[int]]:
-        """As `_prepared`, with the rows each dp rank brings: all refuse alike, also what only one of them sees.
-        Collective."""
-        refused: AutoparError | None = None
-        inputs: dict[str, Tensor] = {}
+        """As `_prepared`, with the rows each dp rank brings: what one of them cannot use, all refuse. Collective."""
         own = -1
         try:
             inputs, own = self._prepared(bound)
-        except AutoparError as error:
-            refused = error
+        finally:  # whatever is raised here, the peers hear of it before it goes on
+            counts = self._rows_of_all(own)
+            if min(counts) < 0:
+                refusal = first_refusal(sys.exception() if own < 0 else None, self._world.group("dp"))
+                if own >= 0:
+                    raise SpecError(
+                        f"dp rank {refusal.rank} has rows that cannot be used: {refusal.what}",
+                        where="batch",
+                        try_=refusal.try_,
+                    )
+        return inputs, counts
+
+    def _rows_of_all(self, own: int) -> list[int]:
         rows = torch.zeros(self._world.size("dp"), dtype=torch.int64, device=self._world.device)
         rows[self._world.position["dp"]] = own
         counts: list[int] = self._world.sum(rows, "dp").tolist()
-        if min(counts) < 0:
-            texts: list[str] = [str(refused or "")] * len(counts)
-            group = self._world.group("dp")
-            if group is not None:
-                dist.all_gather_object(texts, texts[0], group=group)
-            first = next(i for i, text in enumerate(texts) if text)
-            raise refused or SpecError(f"dp rank {first} brings another: {texts[first]}", where="batch")
-        return inputs, counts
+        return counts
 
     def _refuse(self, every: list[int], local: bool) -> None:
-        """Raise SpecError, naming row counts that would do; nothing if the rows of this rank do."""
+        """Raise SpecError, naming row counts that would do; nothing if these do."""
         for rows in every:
-            count_micro_batches(rows, 1 if local else self._world.size("dp"), self._plan.micro_batch)
+            count = count_micro_batches(rows, 1 if local else self._world.size("dp"), self._plan.micro_batch)
+            if self._plan.degrees.pp > 1:
+                check_micro_batches(self._plan.schedule, self._plan.degrees.pp, count)
         if local and self._plan.zero:
             raise SpecError(
                 f"dp ranks bring {', '.join(map(str, every))} rows, and under ZeRO all run the same micro-batches",
@@ -115,30 +127,53 @@ class BatchIntake:
         else:
             inputs, rows = self._prepared(bound)
             every = [rows]
-        inputs = self.numbered(inputs, every if local else None)
         unit = self._plan.micro_batch if local else self._world.size("dp") * self._plan.micro_batch
         wanted = [self._runnable(rows, unit) for rows in every]
         if local and self._plan.zero:  # FSDP's ranks meet in every micro-batch: who brings fewer rows runs empty ones
             wanted = [max(wanted)] * len(wanted)
+        hidden = all(every) and self._hides_rows and not any(local and rows % unit for rows in every)
+        if wanted != every and not hidden:
+            self._refuse(every, local)
+        own = wanted[self._world.position["dp"]] if local else wanted[0]
+        micro_batches = own // unit
+        self._counter.check(micro_batches)
+        inputs = self._numbered(inputs, every if local else None)
         if wanted != every:
-            if all(every) and self._hides_rows and not any(local and rows % unit for rows in every):
-                own = wanted[self._world.position["dp"]] if local else wanted[0]
-                inputs = pad_rows(self._traced.inputs, inputs, own, self._counter.fill)
-            else:
-                self._refuse(every, local)
-        mine = self.own_rows(inputs, local)
-        return mine, count_micro_batches(row_count(self._traced.inputs, mine), 1, self._plan.micro_batch)
+            inputs = pad_rows(self._traced.inputs, inputs, own, self._counter.fill)
+            self._tell_of_empty(every, unit)
+        return self._own_rows(inputs, local), micro_batches
+
+    def _tell_of_empty(self, every: Sequence[int], unit: int) -> None:
+        """Once, that whole micro-batches of padding run because the schedule wants them."""
+        added, rows = max((self._runnable(rows, unit) - rows, rows) for rows in every)
+        if added < unit or self._told_of_padding:
+            return
+        self._told_of_padding = True
+        self._notices.append(
+            f"schedule {self._plan.schedule} runs {(rows + added) // unit} micro-batches for {rows} rows: {added} rows "
+            f"of padding are added, {added // unit} of the micro-batches hold nothing else"
+        )
+
+    def call_rows(self, bound: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], int | None]:
+        """This rank's rows of a called batch on its device, and the length of its sequences if they were padded. Raises
+        SpecError if it does not fit."""
+        fitted = fitting(self._traced, bound)
+        padded = self.padded_sequences(fitted)
+        dp = self._world.size("dp")
+        if dp > 1:
+            count_micro_batches(self._rows_of(padded), dp, self._plan.micro_batch)
+        length = None if padded is fitted else sequence_length(self._traced.inputs, fitted)
+        return self._own_rows(self._numbered(padded)), length
 
     def _runnable(self, rows: int, unit: int) -> int:
         """Rows, padded ones included, that make micro-batches which the schedule can run."""
         pp = self._plan.degrees.pp
         return unit * runnable_micro_batches(self._plan.schedule if pp > 1 else "", pp, -(-rows // unit) or 1)
 
-    def own_rows(self, inputs: dict[str, Tensor], local: bool = False) -> dict[str, Tensor]:
+    def _own_rows(self, inputs: dict[str, Tensor], local: bool = False) -> dict[str, Tensor]:
         """This dp rank's rows, on its device."""
         dp = self._world.size("dp")
         if dp > 1 and not local:
-            count_micro_batches(row_count(self._traced.inputs, inputs), dp, self._plan.micro_batch)
             inputs = cut_rows(self._traced.inputs, inputs, dp)[self._world.position["dp"]]
         return {name: t.to(self._world.device, non_blocking=True) for name, t in inputs.items()}
 

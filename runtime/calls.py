@@ -19,8 +19,6 @@ from autopar.runtime.batches import BatchIntake
 from autopar.runtime.gathered import gathered
 from autopar.runtime.outputs import WholeForward
 from autopar.runtime.reducer import GradientReducer
-from autopar.runtime.rows import fitting
-from autopar.runtime.sequence import sequence_length
 from autopar.runtime.stage import set_training
 from autopar.runtime.tokens import TokenCounter
 from autopar.runtime.world import World
@@ -70,10 +68,7 @@ class CalledModel:
     def __call__(self, training: bool, bound: Mapping[str, Tensor]) -> Any:
         """The outputs of one mode for the global batch, whole. Raises AutoparError under pipeline parallelism."""
         mode = self._mode(training)
-        inputs = mode.intake.numbered(fitting(mode.traced, bound))
-        padded = mode.intake.padded_sequences(inputs)
-        length = None if padded is inputs else sequence_length(mode.traced.inputs, inputs)
-        own = mode.intake.own_rows(padded)
+        own, length = mode.intake.call_rows(bound)
         return mode.forward({name: t for name, t in own.items() if name in mode.inputs}, length)
 
     def _mode(self, training: bool) -> _Mode:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.binding import as_call
 from autopar.errors import AutoparError
 from autopar.plan import BUCKET_BYTES, Plan
 from autopar.runtime.batches import RowsSeen
@@ -78,31 +77,17 @@ class ParallelModule(nn.Module):
         self._state = LocalState(model, stages, self.world, plan, seed)
         self._wide = check_axes(fp32_reduce)
         self._overlap = AppliedOverlap(plan, stages[0].unapplied)
-        self.notices = [*traced.notices, *self._state.notices, *self._overlap.warn()]
-        if plan.sequence_sharding and plan.degrees.tp > 1 and not plan.shards_sequence:
-            self.notices.append(
-                f"sequence_sharding has no effect: tp {plan.degrees.tp} does not divide the {plan.seq_len} tokens of a "
-                f"sequence over cp {plan.degrees.cp}"
-            )
+        self.notices = [*traced.notices, *self._state.notices, *self._overlap.warn(), *_without_effect(plan)]
         self._report = report
         self._norm = GradientNorm(self._state, self.world)
         self._judge = StepJudge(plan, non_finite, self._norm, self._state, device)
-        shared = Shared(
-            plan,
-            self.world,
-            self._judge,
-            RowsSeen(),
-            self._wide,
-            bucket_bytes,
-            "dp_reduce" in plan.overlap if overlap is None else overlap,
-        )
+        under_backward = "dp_reduce" in plan.overlap if overlap is None else overlap
+        shared = Shared(plan, self.world, self._judge, RowsSeen(), self._wide, bucket_bytes, under_backward)
         self._programs = Programs(program, again, self._state, shared)
         self._observed = Observation(plan, self.world, self._graphs)
         self._guard = OptimizerGuard(self._state, self.world)
         weakref.finalize(self, self._guard.remove)
-        held = self._state.parameters
-        replaced = [n for n, p in held.items() if self._state.divides(n) or self._state.copies.of.get(n, p) is not p]
-        self._watch = ParameterWatch(held if replaced or not self.world.alone else {}, replaced)
+        self._watch = ParameterWatch(self._state, self.world)
 
     @property
     def _graphs(self) -> tuple[nn.Module, ...]:
@@ -119,13 +104,14 @@ class ParallelModule(nn.Module):
         same on every rank. Under `torch.no_grad()` forward alone: the way to evaluate a pipelined model.
 
         batch: what the model takes (mapping of arguments, sequence of positional ones, or the one argument): the global
-        batch, the same on every rank; with `local=True` only the rows of this rank's dp position. Rows must be a
-        multiple of dp x micro_batch (local: of micro_batch); more rows than planned are more micro-batches.
+        batch, the same on every rank; with `local=True` only the rows of this rank's dp position. More rows than
+        planned are more micro-batches. Rows that are no multiple of dp x micro_batch are padded where the loss can
+        leave rows out, and so are sequences that do not cut; with `local=True` rows must be a multiple of micro_batch.
         A batch that differs from the example in what is no tensor (a flag, a number, an optional mask) is captured
-        anew, once, and told in `notices`. Raises SpecError for rows that do not divide, and where there is no capture.
+        anew, once, and told in `notices`. Raises SpecError for rows that neither divide nor can be padded, for a batch
+        that does not fit the capture, and where a capture anew is not possible.
         """
-        args, kwargs = as_call(batch)
-        program, bound = self._programs.of_call(args, kwargs, training=self.training, local=local)
+        program, bound = self._programs.of_batch(batch, training=self.training, local=local)
         if program.traced.loss is None:
             raise AutoparError(
                 "the model returns no loss" + (" for this batch" if self.traced.loss is not None else ""),
@@ -251,7 +237,13 @@ class ParallelModule(nn.Module):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Take over whole tensors under original names; a tied one may be under any of its names. Returns the missing
-        and the unknown keys; with `strict` there may be none."""
+        and the unknown keys; with `strict` there may be none. Raises AutoparError for that, and for `assign`."""
+        if assign:
+            raise AutoparError(
+                "assign=True would put whole tensors in place of what this rank trains",
+                where="load_state_dict",
+                try_="assign=False, which copies, after casting the model before parallelize to the dtype wanted",
+            )
         return self._state.load(state_dict, strict)
 
     def train(self, mode: bool = True) -> ParallelModule:
@@ -266,6 +258,15 @@ class ParallelModule(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> ParallelModule:
         raise AutoparError(
             "a parallel module cannot be moved or cast", try_="move or cast the model before parallelize"
+        )
+
+
+def _without_effect(plan: Plan) -> Iterator[str]:
+    """What the plan asks for and its sizes do not allow."""
+    if plan.sequence_sharding and plan.degrees.tp > 1 and not plan.shards_sequence:
+        yield (
+            f"sequence_sharding has no effect: tp {plan.degrees.tp} does not divide the {plan.seq_len} tokens of a "
+            f"sequence over cp {plan.degrees.cp}"
         )
 
 

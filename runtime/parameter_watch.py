@@ -7,11 +7,15 @@ A parameter that was frozen when the model was captured has no place in any redu
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Iterator
 
+import torch
 from torch import nn
 
 from autopar.errors import AutoparError
+from autopar.runtime.agreement import raise_alike
+from autopar.runtime.state import LocalState
+from autopar.runtime.world import World
 
 __all__ = ["ParameterWatch", "refuse_hooks"]
 
@@ -19,20 +23,37 @@ _INSTEAD = "change p.grad between pm.step and optimizer.step, where gradients ar
 
 
 class ParameterWatch:
-    """Of `parameters` by original name as they are now; others compute in place of those named `replaced`."""
+    """Of this rank's parameters as they are now.
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], replaced: Collection[str]) -> None:
-        self._replaced = {name: (p, _hooks(p)) for name, p in parameters.items() if name in replaced}
-        self._frozen = {name: p for name, p in parameters.items() if not p.requires_grad}
+    The stages of a pipeline hold different ones, so that only one of them may see what all have to refuse: they agree
+    in every step, if any of them has something to watch. Collective, as is `check`.
+    """
+
+    def __init__(self, state: LocalState, world: World) -> None:
+        held, copies = state.parameters, state.copies.of
+        # FSDP, or a copy in 16 bits, computes in their place.
+        self._replaced = {n: (p, _hooks(p)) for n, p in held.items() if state.divides(n) or copies.get(n, p) is not p}
+        reduces = self._replaced or not world.alone
+        self._frozen = {name: p for name, p in held.items() if reduces and not p.requires_grad}
+        self._world = world
+        watched = torch.tensor(len(self._replaced) + len(self._frozen), device=world.device)
+        self._agrees = world.size("pp") > 1 and int(world.sum(watched, "pp")) > 0
 
     def check(self) -> None:
         """Raise AutoparError for hooks that nothing calls, and for parameters that were frozen and are not any more."""
+        error = next(self._errors(), None)
+        if self._agrees:
+            raise_alike(error, self._world)
+        elif error is not None:
+            raise error
+
+    def _errors(self) -> Iterator[AutoparError]:
         for name, (p, before) in self._replaced.items():
             if _hooks(p) != before:
-                raise AutoparError("nothing calls a hook on this parameter", where=name, try_=_INSTEAD)
+                yield AutoparError("nothing calls a hook on this parameter", where=name, try_=_INSTEAD)
         for name, p in self._frozen.items():
             if p.requires_grad:
-                raise AutoparError(
+                yield AutoparError(
                     "was frozen when the model was captured, and its gradient is reduced nowhere",
                     where=name,
                     try_="parallelize with everything trainable that ever will be, then p.requires_grad_(False)",

@@ -8,16 +8,17 @@ Programs are kept: there are as many captures as kinds of calls, and a model tha
 from __future__ import annotations
 
 import re
+import sys
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 
-from autopar.binding import call_arguments
+from autopar.binding import as_call, call_arguments
 from autopar.errors import AutoparError, SpecError
 from autopar.ir import StageGraph, TracedModel
 from autopar.plan import Plan
@@ -60,7 +61,8 @@ class Program:
 
 @dataclass(frozen=True)
 class Shared:
-    """What the programs of a model have in common. `wide`: mesh axes whose 16-bit sums are taken in fp32."""
+    """What the programs of a model have in common. `wide`: mesh axes whose 16-bit sums are taken in fp32; `notices`:
+    what they have to tell, to be taken by the caller."""
 
     plan: Plan
     world: World
@@ -69,6 +71,7 @@ class Shared:
     wide: tuple[str, ...]
     bucket_bytes: int
     overlap: bool
+    notices: list[str] = field(default_factory=list)
 
 
 class RunningProgram:
@@ -80,7 +83,7 @@ class RunningProgram:
         self._state, self._shared = state, shared
         self.graphs: tuple[nn.Module, ...] = tuple(self._local_stage(stage, first) for stage in state.own_stages)
         counter = TokenCounter.on(world, program.token_count)
-        intake = BatchIntake(program.traced, plan, world, counter, shared.rows_seen)
+        intake = BatchIntake(program.traced, plan, world, counter, shared.rows_seen, shared.notices)
         self.reducer = gradient_reducer(
             state, world, bucket_bytes=shared.bucket_bytes, overlap=shared.overlap, wide="dp" in shared.wide
         )
@@ -117,7 +120,7 @@ class Programs:
     """Finds the program of a call, and has one made for a new kind of call.
 
     again: captures a call, given by its arguments, and rewrites it; None where nobody can.
-    running: the programs so far, the first one first. `notices`: what was captured after it, to be taken by the caller.
+    running: the programs so far, the first one first. `notices`: those of `shared`, also of what is captured later.
     """
 
     def __init__(
@@ -125,7 +128,17 @@ class Programs:
     ) -> None:
         self._again, self._state, self._shared = again, state, shared
         self.running = [RunningProgram(first, state, shared, first=True)]
-        self.notices: list[str] = []
+        self.notices = shared.notices
+
+    def of_batch(self, batch: Any, *, training: bool, local: bool) -> tuple[RunningProgram, dict[str, Tensor]]:
+        """As `of_call`, for a batch of `step`."""
+        call = None
+        try:
+            call = as_call(batch)
+        finally:  # the user's own mapping may raise anything, on one rank alone
+            if call is None and local:
+                self._agree(-1, repr(sys.exception()), always=True)
+        return self.of_call(*call, training=training, local=local)
 
     def of_call(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], *, training: bool, local: bool = False

@@ -53,7 +53,6 @@ class TrainingStep:
         """The loss of a batch bound to the graph's inputs, and the tokens of all dp ranks (as many as this one's,
         each); see `ParallelModule.step`."""
         inputs, micro_batches = self._intake.step_rows(bound, local)
-        self._counter.check(micro_batches)
         self._divisors = self._counter.divisors(inputs)
         self._state.copies.follow()
         self._reducer.begin(micro_batches)
@@ -77,7 +76,6 @@ class TrainingStep:
     def evaluate(self, bound: Mapping[str, Tensor], local: bool) -> Tensor:
         """The loss alone, by forward alone, as `torch.no_grad()` asks for; gradients stay as they are."""
         inputs, micro_batches = self._intake.step_rows(bound, local)
-        self._counter.check(micro_batches)
         self._divisors = self._counter.divisors(inputs)
         self._state.copies.follow()
         if self._pipeline is not None:

@@ -176,6 +176,14 @@ def _what_ranks_would_not_notice(model: nn.Module, traced: TracedModel, pm: Para
         pm.step(batch)
     frozen.requires_grad_(False)
     pm.step(batch)
+    piped = build(model, traced, _lora_plan(Degrees(pp=2)))
+    for path in ("model.embed_tokens.weight", "model.norm.weight"):  # of the first stage, and of the last
+        here = dict(piped.named_parameters()).get(path, nn.Parameter(torch.zeros(1)))
+        here.requires_grad_(True)
+        with pytest.raises(AutoparError, match=f"{path}: was frozen when the model was captured"):
+            piped.step(batch)
+        here.requires_grad_(False)
+    piped.step(batch)
     sharded = build(model, traced, _lora_plan(Degrees(dp=2), zero=1))
     trained = next(p for p in sharded.parameters() if p.requires_grad)
     for register in (trained.register_hook, trained.register_post_accumulate_grad_hook):

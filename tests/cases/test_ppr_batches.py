@@ -40,7 +40,13 @@ def _odd_batches() -> None:
     ragged = [models.default_batch(rows=2, seq=16), models.default_batch(rows=2, seq=12)]
     with pytest.raises(AutoparError, match="input_ids"):
         pm.step({name: [part[name] for part in ragged] for name in ragged[0]})  # lengths of their own: no batch
-    _step_equals(model, pm, models.default_batch(rows=14))  # 7 micro-batches fall into no equal rounds: one is padding
+    assert not any("padding" in notice for notice in pm.notices)
+    for _ in range(2):  # 7 micro-batches fall into no equal rounds: one is padding
+        _step_equals(model, pm, models.default_batch(rows=14))
+    (told,) = [notice for notice in pm.notices if "padding" in notice]
+    assert told.startswith(
+        "schedule interleaved runs 8 micro-batches for 14 rows: 2 rows of padding are added, 1 of the"
+    )
     _refused_on_every_rank(pm)
     _step_equals(model, pm, models.default_batch())
 
@@ -60,8 +66,26 @@ def _refused_on_every_rank(pm: Any) -> None:
     ):
         with pytest.raises(SpecError, match=says):
             pm.step(wrong)
-        with pytest.raises(SpecError, match=says if position else f"rank 1(:| brings another:) .*{says}"):
+        with pytest.raises(SpecError, match=says) as refused:
             pm.step(wrong if position else good, local=True)
+        if not position and "not captured" not in says:
+            assert refused.value.what.startswith("dp rank 1 has rows that cannot be used: ")
+            assert refused.value.try_, "what the other rank was told to try"
+    for wrong in (_Lazy(good), {**good, "input_ids": _Unsized(good["input_ids"])}):
+        with pytest.raises((SpecError, KeyError), match="KeyError.*no such file|no such file"):
+            pm.step(wrong if position else good, local=True)
+
+
+class _Lazy(dict[str, Any]):
+    """A batch that is read when it is asked for, and cannot be."""
+
+    def __getitem__(self, key: str) -> Any:
+        raise KeyError("no such file")
+
+
+class _Unsized(torch.Tensor):
+    def dim(self) -> int:
+        raise KeyError("no such file")
 
 
 def _step_equals(model: nn.Module, pm: Any, batch: dict[str, torch.Tensor]) -> None:

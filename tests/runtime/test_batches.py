@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from autopar.api import build
 from autopar.errors import SpecError
 from autopar.mesh import Degrees
 from autopar.passes import prepare, token_count
 from autopar.plan import Plan
 from autopar.runtime.batches import BatchIntake
+from autopar.runtime.launch import run_ranks
 from autopar.runtime.tokens import TokenCounter
 from autopar.runtime.world import World
 from autopar.trace import trace
@@ -54,3 +58,46 @@ def test_causal_models_are_padded() -> None:
 def test_a_model_that_takes_its_sequence_together_would_see_padding() -> None:
     with pytest.raises(SpecError, match="would see padding"):
         _intake(Pooling(), "body.blocks").padded_sequences(_batch())
+
+
+class _Dropped(nn.Module):
+    """With dropout, and a loss that cannot leave rows out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8, dtype=torch.float64) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = F.dropout(layer(x), 0.5, self.training)
+        return x.pow(2).mean()
+
+
+def _x(rows: int, seed: int) -> dict[str, Tensor]:
+    return {"x": torch.rand(rows, 6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))}
+
+
+def _masks_after_refusals() -> None:
+    torch.manual_seed(0)
+    model = _Dropped()
+    plan = Plan(
+        degrees=Degrees(dp=2),
+        global_batch=8,
+        seq_len=6,
+        micro_batch=2,
+        stages=(("layers.0-1",),),
+        precision="fp64",
+    )
+    traced = prepare(trace(model, _x(8, 0)))
+    plain, refusing = (build(copy.deepcopy(model), traced, plan) for _ in range(2))
+    for seed in range(3):
+        for wrong in (lambda: refusing.step(_x(6, 0)), lambda: refusing(**_x(6, 0))):
+            with pytest.raises(SpecError, match="6 rows do not divide into 2 dp ranks x micro-batches of 2"):
+                wrong()
+        assert torch.equal(plain.step(_x(8, seed)), refusing.step(_x(8, seed)))
+        assert torch.equal(plain(**_x(4, seed)), refusing(**_x(4, seed)))
+
+
+@pytest.mark.distributed
+def test_a_refused_batch_leaves_the_masks_of_dropout_where_they_were() -> None:
+    run_ranks(2, _masks_after_refusals, timeout_s=100)
