@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from torch import fx
 
-from autopar.cost_model.activations import local_bytes
+from autopar.cost_model.activations import KeptTensor, local_bytes, local_storages
 from autopar.cost_model.block_measures import BlockMeasures
 from autopar.cost_model.block_problem import (
     NodeStrategy,
@@ -51,6 +51,7 @@ class BlockWork:
     collectives        (kind, whole-tensor bytes, FORWARD | BACKWARD | ONCE_A_STEP | FORWARD_ONLY)
     again              kernels of `forward`, from the first, that a second run computes before it has all that
                        backward reads and stops; FORWARD_ONLY collectives come after that
+    at_weights_bytes   most that the block holds of its own while its backward makes a weight's gradient
     """
 
     forward: Kernels
@@ -60,6 +61,7 @@ class BlockWork:
     working_bytes: float
     strategies: Mapping[fx.Node, NodeStrategy] = field(default_factory=dict, repr=False)
     again: int | None = None
+    at_weights_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -173,7 +175,29 @@ def block_work(
     return BlockWork(
         Kernels(k for k in kernels if not k.backward), Kernels(k for k in kernels if k.backward), tuple(collectives),
         saved, working, {n: layout[n] for n in nodes if n in layout}, again,
+        _at_weights_bytes(nodes, layout, measures, tp, frozenset(traced.parameters)),
     )  # fmt: skip
+
+
+def _at_weights_bytes(
+    nodes: Sequence[fx.Node], layout: Mapping[fx.Node, NodeStrategy], measures: BlockMeasures, tp: int,
+    parameters: frozenset[str],
+) -> float:  # fmt: skip
+    """Most over the ops that read trained weights: what they and the ops before kept (those behind have given up
+    theirs), gradients of the op's activations, and that of the weight, which joins the others once it is whole."""
+    kept_by: dict[fx.Node, list[KeptTensor]] = {}
+    for kept in measures.kept:
+        kept_by.setdefault(kept.keeper, []).append(kept)
+    held: dict[tuple[fx.Node, str], float] = {}
+    most = 0.0
+    for node in nodes:
+        if node in kept_by:
+            held |= local_storages(kept_by[node], measures.kept_elements, layout, tp, parameters)
+        weights = [n for n in node.all_input_nodes if n.op == "get_attr" and is_weight(n) and n.meta.get("grad")]
+        if weights and node in layout:
+            made = sum(measures.tensor_bytes[n] / (tp if layout[n][1].is_shard else 1) for n in weights if n in layout)
+            most = max(most, sum(held.values()) + _touched_bytes(node, layout[node], measures, tp) + made)
+    return most
 
 
 def _second_run(position: Mapping[fx.Node, int], measures: BlockMeasures) -> tuple[int, bool]:

@@ -156,8 +156,8 @@ def loss_bytes(logits: float, head_input: float, loss: str, tp: int, element_byt
 
 
 def gathered_bytes(layer_parameters: float, end_parameters: float, gather_bytes: float) -> float:
-    """ZeRO 3: two layers and the ends gathered; gradients of the ends whole, in 16 bits, until they are reduced."""
-    return 2 * gather_bytes * layer_parameters + (gather_bytes + 2) * end_parameters
+    """ZeRO 3: two layers and the ends gathered; gradients of the ends whole, as wide, until they are reduced."""
+    return 2 * gather_bytes * (layer_parameters + end_parameters)
 
 
 def in_flight(schedule: str, stage: int, stages: int, micro_batches: int, virtual_stages: int = 1) -> float:

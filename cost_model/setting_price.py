@@ -188,6 +188,7 @@ class SettingPrice:
     def layer_bytes(self, index: int, mode: str) -> tuple[float, float]:
         """(kept per micro-batch, working set): beside a mode's own, a whole input and gradient of the stream."""
         kept, working = self.classes[index].bytes.kept(mode)
+        working = max(working, self._at_weights_bytes(self.classes[index].unit) - kept)
         tp = self.setting.degrees.tp if self.setting.sequence_sharding else 1
         return kept, working + 2 * self.blocks.border_bytes * tp
 
@@ -200,11 +201,21 @@ class SettingPrice:
             return 0.0
         tp, width = self.setting.degrees.tp, self.recipe.parameter_bytes
         at_loss = memory.loss_bytes(self.blocks.logits, 0.0, "own", tp, width)
-        return max(at_loss, self.blocks.epilogue.work.saved_bytes + self.blocks.epilogue.work.working_bytes)
+        own = self.blocks.epilogue
+        return max(at_loss, own.work.saved_bytes + own.work.working_bytes, self._at_weights_bytes(own))
+
+    def _at_weights_bytes(self, unit: Unit) -> float:
+        """Most that a unit holds beside a weight's gradient; above ZeRO 1 those are of the unit's buffers."""
+        return unit.work.at_weights_bytes if self.setting.zero < 2 else 0.0
 
     def working_bytes(self, stage: int) -> float:
-        """Working set of a stage's ends."""
+        """Working set of a stage's ends while its layers hold what they keep."""
         return max(self.loss_bytes(stage), self.blocks.prologue.work.working_bytes if stage == 0 else 0.0)
+
+    def late_bytes(self, stage: int) -> float:
+        """Working set of the prologue's backward (an embedding's gradient), when the layers have given up theirs."""
+        own = self.blocks.prologue
+        return max(0.0, self._at_weights_bytes(own) - own.work.saved_bytes) if stage == 0 else 0.0
 
     def put_off_bytes(self, stage: int) -> float:
         """Zero-bubble: gradients of products' outputs, which the put-off half of a backward reads, of the micro-batch
@@ -320,6 +331,7 @@ class SettingPrice:
             transient_bytes=self.working_bytes(stage),
             in_flight=flight,
             put_off_s=2 * sum(self.step.weights_s(unit) for unit in self.end_units(stage)),
+            late_bytes=self.late_bytes(stage),
         )
 
     # --- what was chosen ----------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ Ints = npt.NDArray[np.int64]
 @dataclass(frozen=True)
 class StageCost:
     """What a stage costs besides its layers: prologue, epilogue, sends. `in_flight` micro-batches are held at once;
+    `late_bytes` is the working set of its last op, when the layers of a chunk have given up one micro-batch's;
     `put_off_s` as in LayerClass."""
 
     time_s: float = 0.0
@@ -33,6 +34,7 @@ class StageCost:
     transient_bytes: float = 0.0
     in_flight: float = 1
     put_off_s: float = 0.0
+    late_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,8 @@ def _peak(problem: PipelineProblem, stage: int, counts: tuple[int, ...], kept: F
     own = problem.stages[stage]
     static = own.static_bytes + sum(n * c.static_bytes for n, c in zip(counts, problem.classes, strict=True))
     in_flight = own.in_flight * (own.saved_bytes + kept)
-    total: Floats = static + in_flight + np.maximum(working, own.transient_bytes)
+    late = own.late_bytes - kept / problem.virtual_stages
+    total: Floats = static + in_flight + np.maximum(np.maximum(working, own.transient_bytes), late)
     return total
 
 
@@ -205,8 +208,10 @@ class StageTable:
         self.times += missing_s * (1 - 1e-9)
         self.times[hopeless] = np.inf
         plain = problem.segment == 1 or all(m.name != "full" for m in fast.values())
-        whole = static + flight * (glue + counts @ each(lambda c: fast[c].saved_bytes))
+        fast_kept = counts @ each(lambda c: fast[c].saved_bytes)
+        whole = static + flight * (glue + fast_kept)
         working = np.maximum(given, largest(lambda c: fast[c].transient_bytes))
+        working = np.maximum(working, own(lambda s: s.late_bytes) - fast_kept / problem.virtual_stages)
         self.exact = hopeless | ((whole + working <= problem.memory_bytes) & plain)
         self.tails = np.full(self.times.shape, np.nan)
 

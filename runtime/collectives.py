@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d
 
 from autopar.placement import CONVERSIONS, LAST_RESORT, Placement, parse_placement
 from autopar.runtime.clock import waiting
-from autopar.runtime.sequence import from_zigzag, to_zigzag
+from autopar.runtime.sequence import from_zigzag, to_zigzag, zigzag_part
 from autopar.runtime.sharding import filled_up, join_shards, local_slice, split_shards
 from autopar.runtime.streams import Pending
 
@@ -112,6 +112,8 @@ def run_collective(
         return run_collective(name, widened(x), src, dst, group, zigzag, uneven=uneven).to(x.dtype)
     if uneven is not None and dst.is_shard and dst.dim == uneven[0] and name != "none":
         x = filled_up(x, dst, group.size())
+    if zigzag and dst.is_shard and dst.left == 1 and name == "slice":
+        return zigzag_part(x, dst.dim, group.rank(), group.size())
     if zigzag and dst.is_shard and name in ("slice", "reduce_scatter"):
         x = to_zigzag(x, dst.dim, group.size())
     if name in _COMMUNICATE:
@@ -177,7 +179,9 @@ def _none(x: Tensor, src: Placement, dst: Placement, group: dist.ProcessGroup) -
 
 
 def _slice(x: Tensor, src: Placement, dst: Placement, group: dist.ProcessGroup) -> Tensor:
-    return local_slice(x, dst, group.rank(), group.size())
+    """In memory of its own: autograd may keep a part for long, and a view would keep the whole."""
+    part = local_slice(x, dst, group.rank(), group.size())
+    return part.clone() if part.nbytes < part.untyped_storage().nbytes() else part
 
 
 def _pad(x: Tensor, src: Placement, dst: Placement, group: dist.ProcessGroup) -> Tensor:

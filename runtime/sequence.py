@@ -14,7 +14,7 @@ from torch import Tensor
 
 from autopar.ir import InputSpec
 
-__all__ = ["from_zigzag", "pad_sequences", "sequence_length", "to_zigzag"]
+__all__ = ["from_zigzag", "pad_sequences", "sequence_length", "to_zigzag", "zigzag_part"]
 
 
 def to_zigzag(x: Tensor, dim: int, ranks: int) -> Tensor:
@@ -26,6 +26,11 @@ def from_zigzag(x: Tensor, dim: int, ranks: int) -> Tensor:
     """Inverse of `to_zigzag`."""
     order = _zigzag(ranks)
     return _reorder(x, dim, [order.index(chunk) for chunk in range(2 * ranks)], ranks)
+
+
+def zigzag_part(x: Tensor, dim: int, rank: int, ranks: int) -> Tensor:
+    """The part of `rank` in `to_zigzag(x, dim, ranks)`, in memory of its own."""
+    return _reorder(x, dim, _zigzag(ranks)[2 * rank : 2 * rank + 2], ranks)
 
 
 def pad_sequences(

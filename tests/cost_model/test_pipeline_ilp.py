@@ -71,9 +71,10 @@ def random_problem(seed: int) -> PipelineProblem:
         rates.append(LayerClass(modes, rng.uniform(0, 2), rng.choice([0.0, 0.3 * t]), w))
     m = rng.choice([1, 2, 5, 16])
     costs = tuple(
-        StageCost(rng.uniform(0, 1), rng.uniform(0, 2), rng.uniform(0, 1), rng.uniform(0, 2), min(m, stages - s))
+        StageCost(rng.uniform(0, 1), rng.uniform(0, 2), rng.uniform(0, 1), rng.uniform(0, 2), min(m, stages - s),
+                  late_bytes=8.0 * (s == 0))
         for s in range(stages)
-    )
+    )  # fmt: skip
     weights = [rng.uniform(0, 1) for _ in rates]
     return PipelineProblem(
         layers, tuple(rates), costs, m, rng.uniform(8, 40),
@@ -117,6 +118,7 @@ def _brute_stage(problem: PipelineProblem, s: int, layers: tuple[int, ...]) -> S
                 kept += mode.saved_bytes
                 working = max(working, mode.transient_bytes + (size - 1) * layer.whole_bytes)
         static = own.static_bytes + sum(problem.classes[c].static_bytes for c in layers)
+        working = max(working, own.late_bytes - kept / problem.virtual_stages)
         memory = static + own.in_flight * (own.saved_bytes + kept) + working
         if memory <= problem.memory_bytes and (best is None or time_s < best.time_s):
             put_off = own.put_off_s + sum(problem.classes[c].put_off_s for c in layers)

@@ -11,9 +11,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from autopar.placement import REPLICATE, Shard
 from autopar.runtime import attention
 from autopar.runtime.attention import KINDS, context_attention, query_key_pairs
+from autopar.runtime.collectives import run_collective
 from autopar.runtime.launch import run_ranks
+from autopar.runtime.sequence import to_zigzag, zigzag_part
 
 HEADS, SEQ, DIM = 4, 16, 8
 
@@ -57,6 +60,32 @@ def test_values_and_gradients_are_those_of_one_process(ranks: int) -> None:
     for result in run_ranks(ranks, _every_way):
         for way, errors in result.items():
             assert max(errors) < 1e-12, (way, errors)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_part_in_zigzag_order_keeps_nothing_of_the_others(ranks: int) -> None:
+    x = torch.arange(1 * 2 * SEQ * 3.0).view(1, 2, SEQ, 3)
+    for rank in range(ranks):
+        part = zigzag_part(x, 2, rank, ranks)
+        assert torch.equal(part, to_zigzag(x, 2, ranks).chunk(ranks, 2)[rank])
+        assert part.untyped_storage().nbytes() == x.nbytes // ranks
+
+
+def _kept_of_a_slice(zigzag: bool) -> tuple[int, int]:
+    x = torch.randn(1, 8, 3)
+    part = run_collective("slice", x, REPLICATE, Shard(1), dist.group.WORLD, zigzag)
+    return part.nbytes, part.untyped_storage().nbytes()
+
+
+@pytest.mark.distributed
+def test_a_slice_keeps_nothing_of_the_whole() -> None:
+    """A view of one sequence is contiguous, and would keep all of it for the backward."""
+    for pairs in run_ranks(2, _both_slices):
+        assert pairs == [(48, 48), (48, 48)]
+
+
+def _both_slices() -> list[tuple[int, int]]:
+    return [_kept_of_a_slice(False), _kept_of_a_slice(True)]
 
 
 def _count_hops() -> tuple[int, int]:
