@@ -160,6 +160,15 @@ def test_report_reads_a_saved_plan(tmp_path: Path, capsys: pytest.CaptureFixture
     assert cli.main(["report", str(tmp_path / "none.json")]) == 2
 
 
+@pytest.mark.parametrize("command", list(cli.RUNS))
+def test_every_command_prints_its_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A percent sign in an option's help is a format, and took `autopar plan --help` down."""
+    with pytest.raises(SystemExit) as stopped:
+        cli.main([command, "--help"])
+    assert stopped.value.code == 0
+    assert f"autopar {command}" in capsys.readouterr().out
+
+
 def test_help_needs_no_torch() -> None:
     code = "import sys; from autopar.cli import RUNS, parser; parser(RUNS).format_help(); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
