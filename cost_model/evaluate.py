@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from autopar.cost_model.block_prices import BlockPrices
 from autopar.cost_model.candidates import SEGMENTS, Partition, Setting, SettingGroup, least_busy_s, least_whole_s
 from autopar.cost_model.comm_cost import GroupCost, group_cost
 from autopar.cost_model.constant_table import load_constants
 from autopar.cost_model.memory import Recipe, frozen_bytes, state_bytes
-from autopar.cost_model.model_prices import BlockPrices, ModelPrices
+from autopar.cost_model.model_prices import ModelPrices
 from autopar.cost_model.own_stack import own_traits
 from autopar.cost_model.pipeline_ilp import PipelineSolution, prove, solve_pipeline
 from autopar.cost_model.setting_bounds import SettingBounds

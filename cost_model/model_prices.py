@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
 
@@ -21,83 +20,30 @@ from torch import fx
 from autopar.blocks import op_name
 from autopar.cost_model.attention_bytes import AttentionBytes, least_moved
 from autopar.cost_model.batch_free import batch_free_s
-from autopar.cost_model.block_ilp import BlockSolution
 from autopar.cost_model.block_layout import BlockWork, block_work, price_work, replicated
 from autopar.cost_model.block_measures import BlockFormulas, BlockMeasures
+from autopar.cost_model.block_prices import BlockPrices, LayerPrice, Layout, SolverCounts
 from autopar.cost_model.block_problem import Block, NodeStrategy, solve_layout
 from autopar.cost_model.comm_cost import GroupCost
 from autopar.cost_model.compute import Machine
 from autopar.cost_model.memory import LayerBytes
 from autopar.cost_model.op_facts import ElementSizes
-from autopar.cost_model.pipeline_ilp import PipelineSolution
+from autopar.cost_model.run_layout import Unit
 from autopar.cost_model.run_price import attention_over_context
 from autopar.cost_model.sharding_rules import LOSSES
 from autopar.cost_model.solver import SolverPolicy
-from autopar.cost_model.step_price import Unit
 from autopar.cost_model.strategy_table import attention_over_sequence, strategy_table
 from autopar.errors import InfeasiblePlanError
 from autopar.ir import Segment, TracedModel
 from autopar.placement import Placement, Shard, parse_placement
 from autopar.plan import match_path
 
-__all__ = ["BlockPrices", "LayerPrice", "ModelPrices", "SolverCounts"]
+__all__ = ["ModelPrices"]
 
 _SDPA = "scaled_dot_product_attention"
 
 _STRIDE = 16
 """How far beyond a size that is asked for the next layout is solved."""
-
-Layout = dict[fx.Node, NodeStrategy]
-
-
-@dataclass
-class SolverCounts:
-    """Totals over all ILPs of a search. `block_gap`: the largest relative distance of a block's layout from its bound;
-    `solvers` and `notes`: who answered, and why another did not."""
-
-    variables: int = 0
-    constraints: int = 0
-    largest_variables: int = 0
-    solves: int = 0
-    solve_s: float = 0.0
-    block_gap: float = 0.0
-    solvers: dict[str, None] = field(default_factory=dict)
-    notes: dict[str, None] = field(default_factory=dict)
-
-    def add(self, solution: BlockSolution | PipelineSolution) -> None:
-        self.variables += solution.variables
-        self.constraints += solution.constraints
-        self.largest_variables = max(self.largest_variables, solution.variables)
-        self.solves += 1
-        self.solve_s += solution.solve_s
-        if solution.solver:
-            self.solvers[solution.solver] = None
-        self.notes |= dict.fromkeys(solution.notes)
-
-
-@dataclass(frozen=True, eq=False)
-class LayerPrice:
-    """A layer class: what one rank does, and the bytes it keeps by mode of recomputation. Parameters are local."""
-
-    unit: Unit
-    bytes: LayerBytes
-    has_attention: bool
-
-
-@dataclass(frozen=True, eq=False)
-class BlockPrices:
-    """One model at one (tp, cp, sequence sharding, micro-batch). `border_bytes`: local bytes of the residual stream;
-    `logits`: local elements; `layout` covers the first layer of each class and the glue. `tied_parameters` (and
-    `tied_frozen`, of them) are counted in both ends: a rank that holds both holds them once."""
-
-    layers: Mapping[str, LayerPrice]
-    prologue: Unit
-    epilogue: Unit
-    tied_parameters: float
-    tied_frozen: float
-    border_bytes: float
-    logits: float
-    layout: Layout = field(repr=False, default_factory=dict)
 
 
 class ModelPrices:

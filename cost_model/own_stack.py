@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autopar.cost_model.memory import Recipe
-from autopar.cost_model.step_price import StackTraits
+from autopar.cost_model.run_layout import StackTraits
 from autopar.plan import BUCKET_BYTES
 from autopar.specs import StackSpec
 

@@ -12,7 +12,8 @@ from autopar.cost_model.constant_table import GenerationConstants
 from autopar.cost_model.kernels import Kernels
 from autopar.cost_model.machine import Machine
 from autopar.cost_model.memory import mixed_recipe
-from autopar.cost_model.step_price import RunLayout, StackTraits, StepPrice, Unit, add_parts, exposed_reduction_s
+from autopar.cost_model.run_layout import RunLayout, StackTraits, Unit
+from autopar.cost_model.step_price import StepPrice, add_parts, exposed_reduction_s
 from autopar.specs import ClusterSpec
 
 __all__ = [

@@ -13,14 +13,16 @@ from functools import cached_property
 import numpy as np
 
 from autopar.cost_model import memory
+from autopar.cost_model.block_prices import BlockPrices
 from autopar.cost_model.candidates import Setting
 from autopar.cost_model.constant_table import load_constants
 from autopar.cost_model.memory import Recipe
-from autopar.cost_model.model_prices import BlockPrices, ModelPrices
+from autopar.cost_model.model_prices import ModelPrices
 from autopar.cost_model.own_stack import own_traits
 from autopar.cost_model.pipeline_ilp import PipelineSolution
+from autopar.cost_model.run_layout import RunLayout, Unit
 from autopar.cost_model.stage_table import Floats, LayerClass, LayerMode, PipelineProblem, StageCost, StagePrice
-from autopar.cost_model.step_price import RunLayout, StepPrice, Unit, add_parts
+from autopar.cost_model.step_price import StepPrice, add_parts
 from autopar.specs import ClusterSpec
 
 __all__ = ["EXCHANGES", "TIME_PARTS", "SettingPrice"]

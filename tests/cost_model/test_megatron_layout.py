@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from autopar.blocks import op_name
+from autopar.cost_model.block_prices import BlockPrices
 from autopar.cost_model.comm_cost import group_cost
 from autopar.cost_model.compute import Machine
-from autopar.cost_model.model_prices import BlockPrices, ModelPrices
+from autopar.cost_model.model_prices import ModelPrices
 from autopar.hardware import preset
 from autopar.ir import TracedModel
 from autopar.mesh import Degrees

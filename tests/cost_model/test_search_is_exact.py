@@ -173,8 +173,8 @@ def test_random_instances_against_brute_force(traced: list[TracedModel], first: 
 
 def test_the_plan_is_priced_as_a_run_that_is_given(traced: list[TracedModel]) -> None:
     """Read back from the plan alone: degrees, stages, modes, levels; the step worked out by price_run."""
+    from autopar.cost_model.run_layout import RunLayout
     from autopar.cost_model.run_price import RunWork, price_run
-    from autopar.cost_model.step_price import RunLayout
 
     train = TrainSpec(global_batch=48, seq_len=32, precision="bf16-mixed")
     for text in (
