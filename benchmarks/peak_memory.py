@@ -15,6 +15,7 @@ import json
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from autopar.api import build, find_plan
@@ -72,7 +73,8 @@ def _one_layout(traced: TracedModel, plan: Plan) -> dict[str, int]:
 
     for parameter in pm.parameters():
         recorder.claim(parameter, "parameters")
-        parameter.register_post_accumulate_grad_hook(on_gradient)
+        if not isinstance(parameter, DTensor):  # FSDP computes with others in their place
+            parameter.register_post_accumulate_grad_hook(on_gradient)
     with recorder:
         for _ in range(2):
             pm.step(_batch())
