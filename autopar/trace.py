@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import sympy
@@ -62,17 +63,8 @@ def trace(
     tensors = {n: v for n, v in leaves.items() if isinstance(v, torch.Tensor)}
     known = input_dims(tensors)
     accepted = frozenset(name for name in arguments if forward_takes(model, name))
-
-    def exported(repeat: bool) -> Exported | None:
-        return export(model, arguments, leaves, loss_fn, accepted, parameter_dtype, training=training, repeat=repeat)
-
-    try:
-        found = (exported(True) if repeat_layers else None) or exported(False)
-    except UnsupportedModelError as error:
-        raise UnsupportedModelError(
-            error.what, where=error.where, try_=error.try_ + how_read(tensors, known)
-        ) from error
-    assert found is not None
+    exported = partial(export, model, arguments, leaves, loss_fn, accepted, parameter_dtype, training=training)
+    found = _exported(exported, repeat_layers, how_read(tensors, known))
     refuse_effects(found.program, tuple(tensors))
 
     parameters, buffers, ties = _state(model)
@@ -103,6 +95,16 @@ def trace(
         notices=(*found.notices, *cache_notice(model), *whole_inputs(tensors, known)),
         capture_s=time.perf_counter() - start,
     )
+
+
+def _exported(exported: Callable[..., Exported | None], repeat_layers: bool, how_inputs_were_read: str) -> Exported:
+    """With equal layers run once where that may be; a refusal says beside its remedy how the inputs were read."""
+    try:
+        found = (exported(repeat=True) if repeat_layers else None) or exported(repeat=False)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(error.what, where=error.where, try_=error.try_ + how_inputs_were_read) from error
+    assert found is not None
+    return found
 
 
 def _signature(model: nn.Module, leaves: Mapping[str, Any]) -> CallSignature:

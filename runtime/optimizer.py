@@ -92,7 +92,7 @@ def _stand_ins(
             where="optimizer",
             try_="other options of it, or AdamW or SGD",
         )
-    cut = world.size("tp") > 1 or state.sharded
+    cut = state.cuts_tensors
     parted = cut or world.size("pp") > 1
     across = reads_across(cls, options, [*groups, {}], world.device) if parted else None
     if across == "parameters":
@@ -122,7 +122,7 @@ class OptimizerGuard:
     def __init__(self, state: LocalState, world: World) -> None:
         self._passed: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._device = world.device
-        self._cut = world.size("tp") > 1 or state.sharded
+        self._cut = state.cuts_tensors
         self._staged = world.size("pp") > 1
         self._held = {id(p) for p in state.parameters.values()}
         self._handle = None if world.alone else register_optimizer_step_pre_hook(partial(_look, ref(self)))

@@ -76,9 +76,9 @@ class LocalState:
         self._order = [name for name in names if name in self.parameters]
 
     @property
-    def sharded(self) -> bool:
-        """Whether the plan's ZeRO level cuts parameters over the data ranks."""
-        return self._level > 0
+    def cuts_tensors(self) -> bool:
+        """Whether ranks may hold slices of parameters: over tp, or over the data ranks under ZeRO."""
+        return self._level > 0 or self._world.size("tp") > 1
 
     def read_by(self, stages: Sequence[StageGraph]) -> LocalState:
         """The same tensors as another program of the model reads them, which `stages` are: parameters that none of
