@@ -68,6 +68,7 @@ def trace(
     refuse_effects(found.program, tuple(tensors))
 
     parameters, buffers, ties = _state(model)
+    _refuse_taken_names([*parameters, *buffers])
     graph_module = plain_graph(found.program, model, found.shell, leaves, found.layers)
     graph = graph_module.graph
     symbols = _roles(graph, known)
@@ -132,6 +133,20 @@ def _state(
             parameters[name] = ParameterSpec(name, tuple(p.shape), p.dtype, p.requires_grad)
     buffers = {n: ParameterSpec(n, tuple(b.shape), b.dtype, False) for n, b in model.named_buffers()}
     return parameters, buffers, ties
+
+
+_OF_GRAPHS = frozenset(dir(fx.GraphModule({}, fx.Graph()))) - frozenset(dir(nn.Module()))
+
+
+def _refuse_taken_names(names: Sequence[str]) -> None:
+    """Tensors are looked up in a GraphModule under their names, where it has things of its own under some."""
+    for name in names:
+        if name.partition(".")[0] in _OF_GRAPHS:
+            raise UnsupportedModelError(
+                "torch.fx has something of its own under this name",
+                where=name.partition(".")[0],
+                try_="another name for this attribute of the model",
+            )
 
 
 def _roles(graph: fx.Graph, known: Mapping[str, InputDims]) -> dict[sympy.Symbol, sympy.Symbol]:

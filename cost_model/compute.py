@@ -20,7 +20,7 @@ from autopar.blocks import op_name
 from autopar.cost_model.kernels import ATTENTION as ATTENTION_KIND
 from autopar.cost_model.kernels import MATMUL, MEMORY, PRODUCT, Kernel
 from autopar.cost_model.machine import Machine
-from autopar.cost_model.op_facts import ATTENTION, MATMULS, ElementSizes, is_view, matmul_flops, numel
+from autopar.cost_model.op_facts import ATTENTION, MATMULS, ElementSizes, contracted, is_view, matmul_flops, numel
 from autopar.placement import Placement
 
 __all__ = ["ComputePrices", "Machine", "OpCost", "OpSizes", "local_kernels", "op_cost"]
@@ -119,11 +119,10 @@ def _matmul_dims(node: fx.Node) -> tuple[sympy.Expr, ...]:
     """(m, n, k, count) of a matrix multiplication at global shapes."""
     shape = [sympy.sympify(d) for d in node.meta["shape"]]
     second = [n for n in node.all_input_nodes if len(n.meta.get("shape") or ()) >= 2][-1]
-    contracted = matmul_flops(node) / (2 * numel(node.meta["shape"]))
     batched = op_name(node) in ("bmm", "baddbmm", "matmul") and len(second.meta["shape"]) > 2
     count = sympy.Mul(*shape[:-2]) if batched else sympy.Integer(1)
     rows = shape[-2] if batched else sympy.Mul(*shape[:-1])
-    return rows, shape[-1], contracted, count
+    return rows, shape[-1], contracted(node), count
 
 
 def _attention_dims(node: fx.Node) -> tuple[sympy.Expr, ...]:

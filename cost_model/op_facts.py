@@ -16,7 +16,7 @@ from autopar.blocks import op_name
 from autopar.graph_walks import repeated_for_attention
 from autopar.ir import Shape
 
-__all__ = ["ATTENTION", "MATMULS", "ElementSizes", "is_view", "matmul_flops", "numel", "storage_root"]
+__all__ = ["ATTENTION", "MATMULS", "ElementSizes", "contracted", "is_view", "matmul_flops", "numel", "storage_root"]
 
 MATMULS = frozenset({"linear", "mm", "bmm", "matmul", "addmm", "baddbmm"})
 ATTENTION = frozenset({"scaled_dot_product_attention"})
@@ -93,10 +93,11 @@ def _expanded(node: fx.Node) -> bool:
 
 def matmul_flops(node: fx.Node) -> sympy.Expr:
     """Forward flops of a matrix multiplication: 2 x output elements x contracted length."""
-    return 2 * numel(node.meta["shape"]) * sympy.sympify(_contracted(node))
+    return 2 * numel(node.meta["shape"]) * contracted(node)
 
 
-def _contracted(node: fx.Node) -> sympy.Expr:
+def contracted(node: fx.Node) -> sympy.Expr:
+    """The length that a matrix multiplication sums over."""
     first = node.args[1] if op_name(node) in ("addmm", "baddbmm") else node.args[0]
     assert isinstance(first, fx.Node), f"{node}: no matrix operand"
-    return first.meta["shape"][-1]
+    return sympy.sympify(first.meta["shape"][-1])

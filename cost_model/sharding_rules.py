@@ -30,7 +30,7 @@ from autopar.blocks import op_name
 from autopar.ir import Dim
 from autopar.placement import Placement, parse_placement
 
-__all__ = ["RULES", "Letter", "Rule", "parse_rule", "rule_of"]
+__all__ = ["RULES", "Letter", "Rule", "counts_ids", "parse_rule", "rule_of"]
 
 # Ops on values alone, dim by dim. Partial sums pass only where the op is linear in that argument.
 _UNARY = "..>.."
@@ -113,9 +113,17 @@ def rule_of(node: fx.Node, tensors: list[fx.Node]) -> Rule | None:
     shapes = [t.meta["shape"] for t in tensors]
     if op_name(node) == "layer_norm" and len(node.args[1]) != 1:  # type: ignore[arg-type]
         return None  # over several dims: the line is about the last one
+    if counts_ids(node):
+        return None
     if op_name(node) == "scaled_dot_product_attention" and len(shapes) == 4 and len(shapes[3]) < 4:
         text = text.replace("bhQK", "bhQK"[-len(shapes[3]) :])  # a mask is broadcast from the right
     return parse_rule(text, shapes, node.meta["shape"])
+
+
+def counts_ids(node: fx.Node) -> bool:
+    """Whether an embedding divides the gradient of a row by how often its id comes up (scale_grad_by_freq): of a part
+    of the ids that would be another number."""
+    return op_name(node) == "embedding" and len(node.args) > 3 and bool(node.args[3])
 
 
 def parse_rule(text: str, shapes: list[tuple[Dim, ...]], out_shape: tuple[Dim, ...]) -> Rule | None:

@@ -29,6 +29,7 @@ __all__ = ["copy_graph", "prepare"]
 def prepare(traced: TracedModel) -> TracedModel:
     """The passes in order on a copy of the graph; keys, gradient flow and segments are computed anew."""
     graph_module = copy_graph(traced.graph_module)
+    dense = _dense_gradients(graph_module.graph)
     canonicalize(graph_module)
     losses_apart(graph_module)
     known_ops(graph_module)
@@ -39,7 +40,16 @@ def prepare(traced: TracedModel) -> TracedModel:
     _refuse_sizes_of_values(graph_module.graph, {traced.batch, traced.seq})
     segments = annotate(graph_module.graph, traced.parameters)
     prepared = replace(traced, graph_module=graph_module, segments=segments)
-    return replace(prepared, notices=(*traced.notices, *_notices(prepared)))
+    return replace(prepared, notices=(*traced.notices, *dense, *_notices(prepared)))
+
+
+def _dense_gradients(graph: fx.Graph) -> list[str]:
+    """Embeddings with sparse=True get dense gradients, which sums over ranks and shards take; what was changed."""
+    tables = [n for n in graph.nodes if n.op == "call_function" and op_name(n) == "embedding"]
+    changed = [n for n in tables if n.args[4:] == (True,)]
+    for node in changed:
+        node.args = node.args[:4]
+    return [f"{n.meta['path'] or 'forward'}: the gradient of this embedding is dense (sparse=True)" for n in changed]
 
 
 def _refuse_sizes_of_values(graph: fx.Graph, known: set[sympy.Symbol]) -> None:

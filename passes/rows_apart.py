@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from autopar.blocks import op_name
-from autopar.cost_model.sharding_rules import LOSSES, RULES, rule_of
+from autopar.cost_model.sharding_rules import LOSSES, RULES, counts_ids, rule_of
 from autopar.cost_model.strategy_table import tensor_arguments
 from autopar.cost_model.structural_rules import structural_rule
 from autopar.errors import UnsupportedModelError
@@ -71,7 +71,7 @@ class _Rows:
         name, shape = op_name(node), node.meta["shape"]
         if not isinstance(shape, tuple):
             return False
-        if name in RULES and self._counts_rows(node):
+        if (name in RULES and self._counts_rows(node)) or counts_ids(node):
             return True
         if name in _NUMBERING:
             numbers = any(map(self.holds_rows, shape)) and node.meta["path"] not in self._experts

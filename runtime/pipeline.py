@@ -86,15 +86,23 @@ class _Body(nn.Module):
     def forward(self, *received: Tensor, **given: Tensor) -> Any:
         inputs = {name: given[key] for key, name in self._inputs.items() if key in given}
         uncut = {name: self.uncut[name] for name in self._inputs.values() if name in self.uncut}
-        # torch also runs a stage to learn its shapes: that is no micro-batch, and leaves the buffers as they were. Only
-        # those that forward wrote are written back: autograd may have saved the others.
-        kept = [] if self.runs_micro_batch else [(b, b.clone(), b._version) for b in self.module.buffers()]
-        outputs = self.module(*map(_with_contiguous_gradient, received), **inputs, **uncut)
+        run = self.module if self.runs_micro_batch else self._learn_shapes
+        outputs = run(*map(_with_contiguous_gradient, received), **inputs, **uncut)
+        sent = tuple(t.contiguous() for t in outputs)  # point-to-point sends take contiguous tensors only
+        return sent[0] if len(sent) == 1 else sent
+
+    def _learn_shapes(self, *received: Tensor, **inputs: Tensor) -> Any:
+        """What torch runs a stage for before its first micro-batch. What it says was received is memory that nobody
+        wrote: zeros stand for it, which index anything. Buffers stay as they were: only those that forward wrote are
+        written back, for autograd may have saved the others."""
+        for tensor in received:
+            tensor.detach().zero_()
+        kept = [(b, b.clone(), b._version) for b in self.module.buffers()]
+        outputs = self.module(*received, **inputs)
         for buffer, value, version in kept:
             if buffer._version != version:
                 buffer.detach().copy_(value)
-        sent = tuple(t.contiguous() for t in outputs)  # point-to-point sends take contiguous tensors only
-        return sent[0] if len(sent) == 1 else sent
+        return outputs
 
 
 class _MeasuredStage(LeanStage):

@@ -39,6 +39,9 @@ class Record:
         def step() -> float:
             loss = _loss_of(invoke(trained, batch))
             loss.backward()
+            for p in trained.parameters():
+                if p.grad is not None and p.grad.is_sparse:  # few optimizers take it, and the parallel one is dense
+                    p.grad = p.grad.to_dense()
             return loss.item()
 
         def gradients() -> dict[str, Tensor | None]:
