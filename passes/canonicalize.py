@@ -141,8 +141,8 @@ def _as_reshape(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def read_sizes_off_inputs(graph: fx.Graph) -> None:
-    """Read sizes of activations off the inputs they come from, compute those that are products and sums of such sizes,
-    and write down those that are numbers: no activation has to be at hand for a size."""
+    """Read sizes of activations off the inputs they come from, compute those that follow from such sizes, and write
+    down those that are numbers: no activation has to be at hand for a size."""
     known: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
         if node.op == "placeholder":
@@ -162,22 +162,23 @@ def read_sizes_off_inputs(graph: fx.Graph) -> None:
                 graph.erase_node(node)
 
 
-_ARITHMETIC = {sympy.Add: operator.add, sympy.Mul: operator.mul}
+_ARITHMETIC = {sympy.Add: operator.add, sympy.Mul: operator.mul, sympy.Mod: operator.mod}
 
 
 def _computed(graph: fx.Graph, size: Any, known: dict[Any, fx.Node]) -> fx.Node | None:
-    """A node that gives `size`, made of sizes of inputs beside them; None if it is no product or sum of any."""
+    """A node that gives `size`, made of sizes of inputs beside them; None if it does not follow from any."""
     if size in known:
         return known[size]
     target = _ARITHMETIC.get(getattr(size, "func", None))
-    if target is None:
+    terms: tuple[Any, ...] = getattr(size, "args", ())
+    if isinstance(size, sympy.floor):
+        target, terms = operator.floordiv, sympy.fraction(sympy.together(size.args[0]))
+    parts = [int(x) if x.is_Integer else _computed(graph, x, known) for x in terms]
+    if target is None or any(part is None for part in parts):
         return None
-    parts = [int(x) if x.is_Integer else _computed(graph, x, known) for x in size.args]
-    if any(part is None for part in parts):
-        return None
-    made, so_far = parts[0], size.args[0]
-    for part, expression in zip(parts[1:], size.args[1:], strict=True):
-        so_far = size.func(so_far, expression)
+    made, so_far = parts[0], terms[0]
+    for part, expression in zip(parts[1:], terms[1:], strict=True):
+        so_far = size if target is operator.floordiv else size.func(so_far, expression)
         last = next(n for n in reversed(graph.nodes) if n in known.values())
         with graph.inserting_after(last):
             made = graph.call_function(target, (made, part))
