@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import CheckpointFunction
 
 from autopar.capture_errors import CustomBackwardError
 
@@ -96,6 +97,13 @@ class OpaqueCalls:
         original = base.__dict__["apply"]
 
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            if cls is CheckpointFunction:
+                # Its forward takes no gradient, its backward runs it again if one arrives. The plan says what is
+                # recomputed.
+                function, _, *arguments = args
+                learns = any(isinstance(a, Tensor) and a.requires_grad for a in arguments)
+                with torch.set_grad_enabled(learns and torch.is_grad_enabled()):
+                    return function(*arguments)
             if cls.__module__.startswith("torch."):
                 return original.__get__(None, cls)(*args, **kwargs)
             if kwargs:
