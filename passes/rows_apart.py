@@ -3,7 +3,7 @@
 A graph with batch statistics or an in-batch contrastive loss runs under any plan without an error and trains another
 model. The sharding rules know which dim of an op goes where: wherever a dim that holds rows is reduced, cut, normalised
 over, or meets itself in the result, rows have met. An op without a rule is tried out, on a whole batch and on its
-halves (row_probe). Sizes count too: a micro-batch that divides by its own number of rows computes something else.
+halves (op_probe). Sizes count too: a micro-batch that divides by its own number of rows computes something else.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from autopar.errors import UnsupportedModelError
 from autopar.graph_walks import ancestors, holds, output_node, shapes_of
 from autopar.ir import Dim, TracedModel
 from autopar.passes.loss_terms import loss_node, loss_terms, refuse_terms_without_rows
-from autopar.passes.row_probe import RowProbe
+from autopar.passes.op_probe import RowProbe
 
 __all__ = ["check_rows_apart"]
 

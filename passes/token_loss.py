@@ -24,8 +24,10 @@ from autopar.errors import UnsupportedModelError
 from autopar.graph_walks import ancestors, holds, output_node
 from autopar.ir import TracedModel
 from autopar.passes.dead_code import drop_dead_code, is_update
+from autopar.passes.ends_unseen import seen_ends
 from autopar.passes.loss_terms import Insert, Term, loss_node, loss_terms, numel
 from autopar.passes.prepare import copy_graph
+from autopar.passes.rows_apart import check_rows_apart
 from autopar.plan import Plan
 from autopar.runtime.tokens import over_replicas
 
@@ -74,11 +76,14 @@ def token_count(traced: TracedModel, plan: Plan) -> fx.GraphModule:
     """A graph from the model inputs it needs to what the terms of `loss_sum` are divided by, [terms] in fp64.
 
     meta: "ignored", the target that counts nothing in any term, or None if some term counts every token; "whole",
-    whether the loss is one that a batch cannot be cut for.
+    whether the loss is one that a batch cannot be cut for; "rows_apart", whether rows may be added to it; "seen_ends",
+    of passes/ends_unseen.py where the plan may make sequences longer.
     """
     graph_module = copy_graph(traced.graph_module)
     graph = graph_module.graph
     terms, divisors = _terms(graph, traced, plan)
+    lengthens = plan.degrees.cp > 1 or plan.shards_sequence
+    seen = seen_ends(graph, traced, terms) if lengthens else ("", "")
     output_node(graph).args = (divisors,)
     for node in [n for n in graph.nodes if is_update(n)]:
         graph.erase_node(node)  # counting is no step
@@ -95,8 +100,17 @@ def token_count(traced: TracedModel, plan: Plan) -> fx.GraphModule:
     counter = fx.GraphModule(graph_module, graph, "TokenCount")
     ignored = {term.ignored for term in terms}
     counter.meta["ignored"] = ignored.pop() if len(ignored) == 1 else None
-    counter.meta["whole"] = not terms
+    counter.meta["rows_apart"] = cuts_batch(plan) or _rows_apart(traced)  # a plan that cuts the batch is refused else
+    counter.meta["whole"], counter.meta["seen_ends"] = not terms, seen
     return counter
+
+
+def _rows_apart(traced: TracedModel) -> bool:
+    try:
+        check_rows_apart(traced)
+    except UnsupportedModelError:
+        return False
+    return True
 
 
 def _terms(graph: fx.Graph, traced: TracedModel, plan: Plan) -> tuple[tuple[Term, ...], fx.Node]:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, fx
 
 from autopar.errors import SpecError
-from autopar.graph_walks import holds, shapes_of
 from autopar.ir import TracedModel
 from autopar.plan import Plan
 from autopar.recomputation import attention_cores
@@ -61,7 +60,7 @@ class BatchIntake:
         self._limits = IndexLimits(traced)
         self._hides_rows = counter.hides_rows and _only_targets(traced, counter.inputs)
         targets = [spec for spec in traced.inputs if spec.name in counter.inputs]
-        self._hides_tokens = self._hides_rows and all(s.seq_dim is not None for s in targets) and not _pools(traced)
+        self._hides_tokens = self._hides_rows and all(s.seq_dim is not None for s in targets)
 
     def _numbered(self, inputs: dict[str, Tensor], every: Sequence[int] | None = None) -> dict[str, Tensor]:
         """With the number of every row since training began, if dropout reads it; `every`: rows of each dp rank, if
@@ -158,7 +157,7 @@ class BatchIntake:
         """This rank's rows of a called batch on its device, and the length of its sequences if they were padded. Raises
         SpecError if it does not fit."""
         fitted = fitting(self._traced, bound)
-        padded = self.padded_sequences(fitted)
+        padded = self.padded_sequences(fitted, called=True)
         dp = self._world.size("dp")
         if dp > 1:
             count_micro_batches(self._rows_of(padded), dp, self._plan.micro_batch)
@@ -177,18 +176,21 @@ class BatchIntake:
             inputs = cut_rows(self._traced.inputs, inputs, dp)[self._world.position["dp"]]
         return {name: t.to(self._world.device, non_blocking=True) for name, t in inputs.items()}
 
-    def padded_sequences(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Sequences that cut into 2 cp chunks and, where the stream is sharded over tp, into tp parts of each. Raises
-        SpecError where they cannot be padded, or hold an index that no table has."""
+    def padded_sequences(self, inputs: dict[str, Tensor], *, called: bool = False) -> dict[str, Tensor]:
+        """Sequences that cut into 2 cp chunks and, where the stream is sharded over tp, into tp parts of each.
+
+        called: all outputs are wanted, not the loss alone. Raises SpecError where they cannot be padded, or hold an
+        index that no table has.
+        """
         specs, multiple = self._traced.inputs, self._sequence_multiple()
         lengths = {s.name: inputs[s.name].shape[s.seq_dim] for s in specs if s.seq_dim is not None}
         if all(length % multiple == 0 for length in lengths.values()):
             self._limits.check(inputs)
             return inputs
-        if not (self._causal and self._hides_tokens):
-            sees = (
-                "a loss that does not ignore tokens by their target" if self._causal else "attention that is not causal"
-            )
+        seen = self._counter.seen_ends[called] or self._counter.seen_ends[0]
+        if not (self._causal and self._hides_tokens) or seen:
+            sees = seen if self._causal else "attention that is not causal"
+            sees = sees or "a loss that does not ignore tokens by their target"
             raise SpecError(
                 f"sequences of {max(lengths.values())} tokens do not cut into the {multiple} parts of cp and sequence "
                 f"sharding, and {sees} would see padding",
@@ -203,16 +205,6 @@ class BatchIntake:
         degrees = self._plan.degrees
         chunks = 2 * degrees.cp if degrees.cp > 1 else 1
         return math.lcm(chunks, degrees.cp * degrees.tp) if self._plan.shards_sequence else chunks
-
-
-def _pools(traced: TracedModel) -> bool:
-    """Whether an op takes a sequence together (a mean over it, its last token) before the loss does."""
-
-    def long(node: fx.Node) -> bool:
-        return any(holds(size, traced.seq) for shape in shapes_of(node)[:1] for size in shape)
-
-    learnt = [n for n in traced.graph_module.graph.nodes if n.op == "call_function" and n.meta.get("grad")]
-    return any(any(map(long, n.all_input_nodes)) and not long(n) and n.meta["shape"] != () for n in learnt)
 
 
 def _only_targets(traced: TracedModel, names: tuple[str, ...]) -> bool:

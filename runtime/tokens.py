@@ -49,9 +49,10 @@ class TokenCounter:
         nodes = () if graph is None else graph.graph.nodes
         self.inputs = tuple(str(node.target) for node in nodes if node.op == "placeholder")
         ignored = None if graph is None else graph.meta.get("ignored")
+        self.seen_ends: tuple[str, str] = ("", "") if graph is None else graph.meta.get("seen_ends", ("", ""))
         self.whole = graph is not None and bool(graph.meta.get("whole"))
         # Only where targets are compared with the index to ignore can a row be made to count nothing.
-        self.hides_rows = ignored is not None
+        self.hides_rows = ignored is not None and graph is not None and bool(graph.meta.get("rows_apart", True))
         # What to pad the inputs that hold targets with, so that the padding is not counted.
         self.fill = dict.fromkeys(self.inputs, -100 if ignored is None else ignored)
 

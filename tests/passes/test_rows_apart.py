@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.errors import UnsupportedModelError
+from autopar.api import build
+from autopar.errors import SpecError, UnsupportedModelError
 from autopar.mesh import Degrees
 from autopar.passes import apply, prepare
 from autopar.plan import Plan
@@ -96,3 +97,27 @@ def test_no_family_is_taken_for_mixing(family: str) -> None:
     traced = prepare(captured(family))
     layers = tuple(s.path for s in traced.layers)
     apply(traced, Plan(degrees=Degrees(dp=2), global_batch=8, seq_len=16, micro_batch=2, stages=(layers,)))
+
+
+class Centred(nn.Module):
+    """Less the mean of the batch, token by token, under a loss that could leave rows out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(8, 8), nn.Linear(8, 8)
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(2)])
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(x - x.mean(0)).flatten(0, 1), labels.flatten())
+
+
+def test_no_rows_are_added_to_a_batch_whose_rows_meet() -> None:
+    ids = torch.randint(8, (8, 4))
+    traced = prepare(trace(Centred(), {"input_ids": ids, "labels": ids.clone()}))
+    plan = Plan(degrees=Degrees(), global_batch=8, seq_len=4, micro_batch=8, stages=(("layers.0-1",),))
+    pm = build(Centred(), traced, plan)
+    with pytest.raises(SpecError, match="6 rows do not divide into micro-batches of 8"):
+        pm.step({"input_ids": ids[:6], "labels": ids[:6].clone()})
