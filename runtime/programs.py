@@ -129,6 +129,7 @@ class Programs:
         self._again, self._state, self._shared = again, state, shared
         self.running = [RunningProgram(first, state, shared, first=True)]
         self.notices = shared.notices
+        self._compared = False
 
     def of_batch(self, batch: Any, *, training: bool, local: bool) -> tuple[RunningProgram, dict[str, Tensor]]:
         """As `of_call`, for a batch of `step`."""
@@ -144,7 +145,7 @@ class Programs:
         self, args: Sequence[Any], kwargs: Mapping[str, Any], *, training: bool, local: bool = False
     ) -> tuple[RunningProgram, dict[str, Tensor]]:
         """The program of a call and the call's tensors by the names of its inputs. Collective where ranks might differ:
-        each brings its own rows (`local`), or there are several programs.
+        each brings its own rows (`local`), there are several programs, or training has just begun.
 
         Raises SpecError for a call that no program can be made for.
         """
@@ -155,7 +156,7 @@ class Programs:
             except SpecError as difference:
                 differences.append(difference)
                 continue
-            self._agree(position, "", always=local)
+            self._agree(position, "" if local else _shapes(bound), always=local)
             return program, bound
         self._agree(len(self.running), differences[0].what, always=True)
         self._refuse(differences[0])
@@ -179,7 +180,9 @@ class Programs:
     def _agree(self, position: int, what: str, *, always: bool) -> None:
         """Raise SpecError on every rank if ranks call different programs."""
         world = self._shared.world
-        if world.alone or not (always or len(self.running) > 1):
+        # A flag that goes by the rank shows in the first call; to compare later ones would cost every step.
+        first, self._compared = not self._compared, True
+        if world.alone or not (always or first or len(self.running) > 1):
             return
         called = zlib.crc32(f"{position} {_ADDRESS.sub('', what)}".encode())
         extremes = torch.tensor([called, -called], device=world.device)
@@ -214,6 +217,10 @@ class Programs:
 
     def _gathers(self) -> bool:
         return any(isinstance(graph, GatheredGraph) for graph in self.running[-1].graphs)
+
+
+def _shapes(bound: Mapping[str, Tensor]) -> str:
+    return ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in bound.items())
 
 
 _ADDRESS = re.compile("0x[0-9a-f]+")  # of objects in messages: another one on every rank

@@ -176,6 +176,8 @@ def _refusals() -> list[str]:
     own = {name: t.chunk(2)[dist.get_rank()] for name, t in calls[0].items()}
     refused(pm, {**own, "scale": 1 + dist.get_rank()}, local=True)
     refused(pm, {**calls[0], "scal": 1})
+    for wrong in ({"scale": 1 + dist.get_rank()}, {n: t[:, : 16 - dist.get_rank()] for n, t in calls[0].items()}):
+        refused(_parallel({"dp": 2}, calls[0])[1], {**calls[0], **wrong})
     _, pm = _parallel({"dp": 2}, {**calls[0], "scale": 1})
     refused(pm, calls[0])
     for i in range(MOST_PROGRAMS - 1):
@@ -188,7 +190,9 @@ def test_io_05_calls_without_a_program_are_refused_on_every_rank() -> None:
     for said in run_ranks(2, _refusals):
         assert "in different ways; rank 0: argument 'scale' was captured as 2 and is now 1" in said[0]
         assert "'scal' was not there when the model was captured" in said[1]
-        assert "'scale' was captured as 1 and is now 2" in said[2]
-        assert "extra_norm.weight is trained by this call, and was not read before" in said[2]
-        assert f"{MOST_PROGRAMS} kinds of calls have a captured program each" in said[3]
-        assert "a tensor for what changes" in said[3]
+        assert "in different ways; rank 0: argument 'scale' was captured as 2 and is now 1" in said[2]
+        assert "in different ways; rank 0: ids [8, 16], labels [8, 16]; rank 1: ids [8, 15], labels [8, 15]" in said[3]
+        assert "'scale' was captured as 1 and is now 2" in said[4]
+        assert "extra_norm.weight is trained by this call, and was not read before" in said[4]
+        assert f"{MOST_PROGRAMS} kinds of calls have a captured program each" in said[5]
+        assert "a tensor for what changes" in said[5]
