@@ -90,16 +90,13 @@ def check_updates(traced: TracedModel, plan: Plan) -> None:
         if not is_update(node):
             continue
         name = str(node.args[0].target)
-        whole = _reads_no_rows(node.args[1], traced.batch)  # as rotary tables that follow the length of a sequence
-        parts = plan.degrees.cp * plan.degrees.pp * (1 if whole else rows)
-        if parts > 1 and not _reads_no_batch(node.args[1]):
+        # Rotary tables that follow the length of a sequence: every rank and stage computes that from whole inputs.
+        whole = _reads_no_rows(node.args[1], traced.batch)
+        if plan.degrees.cp * plan.degrees.pp * rows > 1 and not whole:
             raise UnsupportedModelError(
-                f"a buffer is changed in forward by {'the length' if whole else 'what it sees'} of the batch: of a "
-                "part it would see something else",
+                "a buffer is changed in forward by what it sees of the batch: of a part it would see something else",
                 where=name,
-                try_="a plan with "
-                + ("cp=1 and pp=1" if whole else "dp=1, cp=1, pp=1 and one micro-batch")
-                + ", or such state outside the model",
+                try_="a plan with dp=1, cp=1, pp=1 and one micro-batch, or such state outside the model",
             )
         if plan.virtual_stages > 1:
             raise UnsupportedModelError(

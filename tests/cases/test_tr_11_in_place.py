@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -169,7 +170,7 @@ class ByLength(RunningMean):
         return x.pow(2).mean()
 
 
-def test_tr_11_a_table_by_length_is_the_same_for_any_rows_and_refused_where_the_sequence_is_cut() -> None:
+def test_tr_11_a_table_by_length_is_the_same_for_any_rows() -> None:
     torch.manual_seed(0)
     model, x = ByLength(), torch.rand(4, 3, 4)
     traced = prepare(trace(model, {"x": x}))
@@ -177,8 +178,29 @@ def test_tr_11_a_table_by_length_is_the_same_for_any_rows_and_refused_where_the_
     for length in (3, 2):
         torch.testing.assert_close(pm.step({"x": x[:, :length]}), model(x[:, :length]), rtol=1e-6, atol=0)
         assert torch.equal(pm.state_dict()["mean"], torch.arange(4.0) if length == 3 else torch.ones(4))
-    with pytest.raises(UnsupportedModelError, match="by the length of the batch"):
-        apply(traced, _plan(degrees=Degrees(cp=2), seq_len=4))
+
+
+def _by_length() -> None:
+    """Of the whole length on every rank, also where it holds a part of the sequence; of one stage, on all of them."""
+    torch.manual_seed(0)
+    model, x = ByLength(), torch.rand(4, 4, 4)
+    traced = prepare(trace(model, {"x": x}))
+    halves = (("layers.0",), ("layers.1",))
+    for layout in ({"degrees": Degrees(cp=2)}, {"degrees": Degrees(pp=2), "stages": halves, "micro_batch": 2}):
+        pm = build(copy.deepcopy(model), traced, _plan(seq_len=4, **layout))
+        loss = pm.step({"x": x})
+        model.zero_grad()
+        expected = model(x)
+        expected.backward()
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-6, atol=0)
+        for name, gradient in pm.full_gradients().items():
+            torch.testing.assert_close(gradient, model.get_parameter(name).grad, rtol=1e-5, atol=1e-8)
+        assert torch.equal(pm.state_dict()["mean"], torch.arange(4.0))
+
+
+@pytest.mark.distributed
+def test_tr_11_a_table_by_length_is_that_of_the_whole_sequence() -> None:
+    run_ranks(2, _by_length)
 
 
 class Changes(nn.Module):
