@@ -13,6 +13,7 @@ from autopar.ir import Dim, Segment, Shape
 from autopar.plan import Plan
 
 __all__ = [
+    "alike",
     "ancestors",
     "before_repeat",
     "has_no_mask",
@@ -49,6 +50,25 @@ def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
             found.add(node)
             pending += node.all_input_nodes
     return found
+
+
+def alike(nodes: Sequence[fx.Node], twins: Sequence[fx.Node]) -> bool:
+    """Whether these ops, in order, are the same ones wired alike. Layers of one class are no more where a pass put
+    something into one of them."""
+    if len(nodes) != len(twins):
+        return False
+    twin_of: dict[fx.Node, fx.Node] = dict(zip(nodes, twins, strict=True))
+    inside = set(twins)
+    for node, twin in twin_of.items():
+        sources, others = node.all_input_nodes, twin.all_input_nodes
+        if op_name(node) != op_name(twin) or node.meta["shape"] != twin.meta["shape"] or len(sources) != len(others):
+            return False
+        if any(
+            twin_of.get(a, b) is not b or (a not in twin_of and b in inside)
+            for a, b in zip(sources, others, strict=True)
+        ):
+            return False
+    return True
 
 
 def input_only(graph: fx.Graph) -> set[fx.Node]:

@@ -21,6 +21,7 @@ from autopar.cost_model.dim_maps import Shard2, is_mapped, map_backward, map_for
 from autopar.cost_model.sharding_rules import LOSSES, Letter, Rule, rule_of
 from autopar.cost_model.splits import PADDABLE, Splits, vocabularies
 from autopar.cost_model.structural_rules import structural_rule
+from autopar.graph_walks import alike
 from autopar.ir import Shape, TracedModel
 from autopar.placement import PARTIAL, REPLICATE, REPLICATE_PARTIAL_GRAD, Placement, Shard
 
@@ -72,10 +73,10 @@ def strategy_table(
     for segment, nodes in zip(traced.segments, traced.nodes_by_segment(), strict=True):
         if segments is not None and segment.index not in segments:
             continue
-        if segment.class_id not in first_of_class:
-            local = strategies_of_graph(nodes, splits, axis)
-            first_of_class[segment.class_id] = (nodes, local)
-        twins, local = first_of_class[segment.class_id]
+        twins, local = first_of_class.get(segment.class_id, ([], {}))
+        if not alike(nodes, twins):
+            twins, local = nodes, strategies_of_graph(nodes, splits, axis)
+            first_of_class.setdefault(segment.class_id, (nodes, local))
         for node, twin in zip(nodes, twins, strict=True):
             for here, there in zip((node, *node.all_input_nodes), (twin, *twin.all_input_nodes), strict=True):
                 if there in local and (here is node or here.op == "get_attr"):
