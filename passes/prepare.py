@@ -17,6 +17,7 @@ from autopar.passes.arguments_apart import arguments_apart
 from autopar.passes.attention_dims import attention_dims
 from autopar.passes.buffer_updates import updated_buffers
 from autopar.passes.canonicalize import canonicalize
+from autopar.passes.chunks_joined import chunks_joined
 from autopar.passes.fold_masks import fold_masks
 from autopar.passes.heads_apart import heads_apart
 from autopar.passes.known_ops import known_ops
@@ -32,6 +33,7 @@ def prepare(traced: TracedModel) -> TracedModel:
     dense = _dense_gradients(graph_module.graph)
     canonicalize(graph_module)
     losses_apart(graph_module)
+    chunks_joined(graph_module)
     known_ops(graph_module)
     attention_dims(graph_module)
     heads_apart(graph_module, traced.batch)
