@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from autopar.runtime.attention_block import block_backward, block_forward, merge
 from autopar.runtime.clock import waiting
-from autopar.runtime.collectives import resolve_group
+from autopar.runtime.collectives import all_gather_single, finished, issue_reduce_scatter, resolve_group
 from autopar.runtime.sequence import from_zigzag, to_zigzag
 from autopar.runtime.streams import Hop
 from autopar.runtime.tape import KeptOutput
@@ -220,16 +220,14 @@ def _gathered_gradients(
     for source in range(group.size()):
         where = _parts(q, group.rank(), source, causal)
         shares[source] = _block_gradients(grad, q, blocks[source], out, lse, where, scale, dq)
-    dkv = torch.empty_like(kv)
     with waiting(group):
-        dist.reduce_scatter_tensor(dkv.flatten(), shares.flatten(), group=group)
-    return dq, dkv
+        return dq, finished(issue_reduce_scatter(shares, group))
 
 
 def _gather(kv: Tensor, group: dist.ProcessGroup) -> Tensor:
     blocks = kv.new_empty((group.size(), *kv.shape))
     with waiting(group):
-        dist.all_gather_into_tensor(blocks.flatten(), kv.contiguous().flatten(), group=group)  # gloo wants equal ranks
+        all_gather_single(blocks.view(-1), kv.contiguous().view(-1), group=group)  # gloo wants as many dims
     return blocks
 
 

@@ -32,6 +32,8 @@ __all__ = [
     "all_gather_single",
     "bind",
     "convert",
+    "finished",
+    "issue_reduce_scatter",
     "reduce_scatter_single",
     "resolve_group",
     "run_collective",
@@ -197,7 +199,7 @@ def _keep_first(x: Tensor, src: Placement, dst: Placement, group: dist.ProcessGr
 
 
 def _all_reduce(x: Tensor, src: Placement, dst: Placement, group: dist.ProcessGroup) -> Tensor:
-    return _finished(_issue_all_reduce(x, dst, group, x.dtype))
+    return finished(_issue_all_reduce(x, dst, group, x.dtype))
 
 
 def _issue_all_reduce(x: Tensor, dst: Placement, group: dist.ProcessGroup, dtype: torch.dtype) -> Issued:
@@ -213,17 +215,26 @@ def _all_gather(x: Tensor, src: Placement, dst: Placement, group: dist.ProcessGr
 
 
 def _reduce_scatter(x: Tensor, src: Placement, dst: Placement, group: dist.ProcessGroup) -> Tensor:
-    return _finished(_issue_reduce_scatter(x, dst, group, x.dtype))
+    return finished(_issue_reduce_scatter(x, dst, group, x.dtype))
 
 
 def _issue_reduce_scatter(x: Tensor, dst: Placement, group: dist.ProcessGroup, dtype: torch.dtype) -> Issued:
-    parts = split_shards(x, dst, group.size())
+    work, finish = issue_reduce_scatter(split_shards(x, dst, group.size()), group)
+    return work, lambda: finish().to(dtype)
+
+
+def issue_reduce_scatter(parts: Tensor, group: dist.ProcessGroup) -> Issued:
+    """parts [n, ...], entry i for rank i -> [...], the sum over ranks of the entries for this one."""
+    if group._get_backend(parts.device).name() == "gloo":  # reduces all of it everywhere, for twice the bytes
+        incoming = torch.empty_like(parts)
+        work = dist.all_to_all_single(incoming.view(-1), parts.view(-1), group=group, async_op=True)
+        return work, lambda: incoming.sum(0, dtype=parts.dtype)
     mine = parts.new_empty(parts.shape[1:])
-    work = reduce_scatter_single(mine.view(-1), parts.view(-1), group=group, async_op=True)
-    return work, lambda: mine.to(dtype)
+    return reduce_scatter_single(mine.view(-1), parts.view(-1), group=group, async_op=True), lambda: mine
 
 
-def _finished(issued: Issued) -> Tensor:
+def finished(issued: Issued) -> Tensor:
+    """The result of a collective, waited for."""
     work, finish = issued
     if work is not None:
         work.wait()
