@@ -51,6 +51,7 @@ def convert(
     zigzag: bool = False,
     wide: bool = False,
     uneven: Sequence[int] | None = None,
+    owned: Sequence[bool] = (False, False),
 ) -> Tensor:
     """Move `x` from placement `src` to `dst` over `group`, differentiably.
 
@@ -58,6 +59,8 @@ def convert(
     zeros, which no whole tensor shows.
 
     `wide`: sums of 16-bit tensors, forward and backward, are taken and sent in fp32.
+
+    `owned`: whether nobody else reads `x`, and the gradient: a sum is then taken where they lie, not in a copy.
 
     `zigzag`: a shard of rank r of n are the chunks r and 2n-1-r of the dim's 2n, in that order.
     `x` is this rank's part under `src`, the result its part under `dst`. Any dtype; only tensors that need a gradient
@@ -69,9 +72,10 @@ def convert(
         raise ValueError(f"no conversion from {source} to {target}")
     process_group = resolve_group(group)
     if x.requires_grad and torch.is_grad_enabled():
-        result: Tensor = _Convert.apply(x, pair, source, target, process_group, zigzag, wide, uneven)
+        options = (process_group, zigzag, wide, uneven)
+        result: Tensor = _Convert.apply(x, pair, source, target, options, owned)
         return result
-    return run_collective(pair[0], x, source, target, process_group, zigzag, wide, uneven)
+    return run_collective(pair[0], x, source, target, process_group, zigzag, wide, uneven, owned=owned[0])
 
 
 class _Convert(torch.autograd.Function):
@@ -82,21 +86,19 @@ class _Convert(torch.autograd.Function):
         pair: tuple[str, str],
         src: Placement,
         dst: Placement,
-        group: dist.ProcessGroup,
-        zigzag: bool,
-        wide: bool,
-        uneven: Sequence[int] | None,
+        options: tuple[Any, ...],
+        owned: Sequence[bool],
     ) -> Tensor:
-        ctx.gradient, ctx.src, ctx.dst, ctx.options = pair[1], src, dst, (group, zigzag, wide, uneven)
-        result = run_collective(pair[0], x, src, dst, group, zigzag, wide, uneven)
+        ctx.gradient, ctx.src, ctx.dst, ctx.options = pair[1], src, dst, (*options, owned[1])
+        result = run_collective(pair[0], x, src, dst, *(*options, owned[0]))
         return result.view_as(result) if result is x else result
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         # The gradient travels the other way: it lies as `dst` says and must come to lie as `src` says.
         moved = run_collective(ctx.gradient, grad, ctx.dst, ctx.src, *ctx.options)
-        return moved, None, None, None, None, None, None, None
+        return moved, None, None, None, None, None
 
 
 def run_collective(
@@ -108,16 +110,19 @@ def run_collective(
     zigzag: bool = False,
     wide: bool = False,
     uneven: Sequence[int] | None = None,
+    owned: bool = False,
 ) -> Tensor:
-    """One collective by its name in CONVERSIONS; never writes into `x`, may return it."""
+    """One collective by its name in CONVERSIONS; may return `x`, and writes into it only if it is `owned`."""
     if wide and name in ("all_reduce", "reduce_scatter") and widened(x) is not x:
-        return run_collective(name, widened(x), src, dst, group, zigzag, uneven=uneven).to(x.dtype)
+        return run_collective(name, widened(x), src, dst, group, zigzag, uneven=uneven, owned=True).to(x.dtype)
     if uneven is not None and dst.is_shard and dst.dim == uneven[0] and name != "none":
         x = filled_up(x, dst, group.size())
     if zigzag and dst.is_shard and dst.left == 1 and name == "slice":
         return zigzag_part(x, dst.dim, group.rank(), group.size())
     if zigzag and dst.is_shard and name in ("slice", "reduce_scatter"):
         x = to_zigzag(x, dst.dim, group.size())
+    if name == "all_reduce" and not owned:
+        x = x.clone(memory_format=torch.contiguous_format)
     if name in _COMMUNICATE:
         with waiting(group):
             result = _COLLECTIVES[name](x, src, dst, group)
@@ -133,8 +138,9 @@ def run_collective(
 def start_collective(
     name: str, x: Tensor, src: Placement, dst: Placement, group: dist.ProcessGroup, *, wide: bool = False
 ) -> Pending:
-    """`run_collective` begun: an all_reduce or a reduce_scatter whose result `wait` returns. The same bits."""
-    return Pending(lambda: _ISSUED[name](widened(x) if wide else x, dst, group, x.dtype), (x,), group)
+    """`run_collective` of an owned `x` begun: an all_reduce or a reduce_scatter whose result `wait` returns. The same
+    bits."""
+    return Pending(lambda: _ISSUED[name](widened(x) if wide else x, dst, group, x.dtype, True), (x,), group)
 
 
 def widened(x: Tensor) -> Tensor:
@@ -171,9 +177,22 @@ def _bind_graph(graph: fx.Graph, groups: Mapping[str, str], wide: Collection[str
             converts = node.target is convert or convert.__name__ in node.args[:2] or "wide" in node.kwargs
             if converts and named.get("group") in wide:
                 bound = {**bound, "wide": True}
+            if node.target is convert:
+                bound = {**bound, "owned": _owned(node)}
             node.kwargs = {**node.kwargs, **bound}
             changed = True
     return changed
+
+
+def _owned(node: fx.Node) -> tuple[bool, bool]:
+    """Whether only this conversion reads its input, and only it gets its gradient: autograd keeps no output of a
+    linear, and its gradient is a fresh product. What is kept on a tape is no plain linear any more."""
+    source = node.args[0]
+    value = isinstance(source, fx.Node) and source.target is _linear and len(source.users) == 1
+    return value, all(user.target is _linear and user.args[0] is node for user in node.users)
+
+
+_linear = torch.ops.aten.linear.default
 
 
 def _none(x: Tensor, src: Placement, dst: Placement, group: dist.ProcessGroup) -> Tensor:
@@ -199,12 +218,15 @@ def _keep_first(x: Tensor, src: Placement, dst: Placement, group: dist.ProcessGr
 
 
 def _all_reduce(x: Tensor, src: Placement, dst: Placement, group: dist.ProcessGroup) -> Tensor:
-    return finished(_issue_all_reduce(x, dst, group, x.dtype))
+    return finished(_issue_all_reduce(x, dst, group, x.dtype, False))
 
 
-def _issue_all_reduce(x: Tensor, dst: Placement, group: dist.ProcessGroup, dtype: torch.dtype) -> Issued:
-    total = x.clone(memory_format=torch.contiguous_format)
-    return dist.all_reduce(total, group=group, async_op=True), lambda: total.to(dtype)
+def _issue_all_reduce(
+    x: Tensor, dst: Placement, group: dist.ProcessGroup, dtype: torch.dtype, async_op: bool
+) -> Issued:
+    """Writes into `x` if it is contiguous."""
+    total = x.contiguous()
+    return dist.all_reduce(total, group=group, async_op=async_op), lambda: total.to(dtype)
 
 
 def _all_gather(x: Tensor, src: Placement, dst: Placement, group: dist.ProcessGroup) -> Tensor:
@@ -215,22 +237,24 @@ def _all_gather(x: Tensor, src: Placement, dst: Placement, group: dist.ProcessGr
 
 
 def _reduce_scatter(x: Tensor, src: Placement, dst: Placement, group: dist.ProcessGroup) -> Tensor:
-    return finished(_issue_reduce_scatter(x, dst, group, x.dtype))
+    return finished(_issue_reduce_scatter(x, dst, group, x.dtype, False))
 
 
-def _issue_reduce_scatter(x: Tensor, dst: Placement, group: dist.ProcessGroup, dtype: torch.dtype) -> Issued:
-    work, finish = issue_reduce_scatter(split_shards(x, dst, group.size()), group)
+def _issue_reduce_scatter(
+    x: Tensor, dst: Placement, group: dist.ProcessGroup, dtype: torch.dtype, async_op: bool
+) -> Issued:
+    work, finish = issue_reduce_scatter(split_shards(x, dst, group.size()), group, async_op)
     return work, lambda: finish().to(dtype)
 
 
-def issue_reduce_scatter(parts: Tensor, group: dist.ProcessGroup) -> Issued:
+def issue_reduce_scatter(parts: Tensor, group: dist.ProcessGroup, async_op: bool = False) -> Issued:
     """parts [n, ...], entry i for rank i -> [...], the sum over ranks of the entries for this one."""
     if group._get_backend(parts.device).name() == "gloo":  # reduces all of it everywhere, for twice the bytes
         incoming = torch.empty_like(parts)
-        work = dist.all_to_all_single(incoming.view(-1), parts.view(-1), group=group, async_op=True)
+        work = dist.all_to_all_single(incoming.view(-1), parts.view(-1), group=group, async_op=async_op)
         return work, lambda: incoming.sum(0, dtype=parts.dtype)
     mine = parts.new_empty(parts.shape[1:])
-    return reduce_scatter_single(mine.view(-1), parts.view(-1), group=group, async_op=True), lambda: mine
+    return reduce_scatter_single(mine.view(-1), parts.view(-1), group=group, async_op=async_op), lambda: mine
 
 
 def finished(issued: Issued) -> Tensor:

@@ -125,6 +125,41 @@ def test_bind_reaches_nested_graphs() -> None:
     assert "group = '17'" in module.inner.code
 
 
+@pytest.mark.parametrize(("make", "read", "owned"), [
+    ("linear", "linear", (True, True)),
+    ("linear", "add", (True, False)),
+    ("shared linear", "linear", (False, True)),
+    ("tanh", "linear", (False, True)),
+])  # fmt: skip
+def test_a_sum_is_taken_in_place_where_nobody_else_reads(make: str, read: str, owned: tuple[bool, bool]) -> None:
+    run_ranks(2, _summed_in_place, make, read, owned, timeout_s=60)
+
+
+def _summed_in_place(make: str, read: str, owned: tuple[bool, bool]) -> None:
+    graph = fx.Graph()
+    x, v, w = (graph.placeholder(name) for name in "xvw")
+    made = graph.call_function(torch.ops.aten.linear.default, (x, v))
+    if make == "tanh":  # keeps its output for backward
+        made = graph.call_function(torch.tanh, (made,))
+    moved = graph.call_function(convert, (made, "P", "R|P"), {"group": "tp"})
+    reads = {"linear": torch.ops.aten.linear.default, "add": torch.add}[read]  # add hands both one gradient
+    result = graph.call_function(reads, (moved, w))
+    graph.output((result, made) if make == "shared linear" else (result,))
+    module = fx.GraphModule({}, graph)
+    bind(module, {"tp": dist.group.WORLD.group_name})
+    assert moved.kwargs["owned"] == owned
+    outcomes = []
+    for in_place in (owned, (False, False)):
+        moved.kwargs = {**moved.kwargs, "owned": in_place}
+        module.recompile()
+        tensors = [torch.randn(4, 4, dtype=torch.float64, generator=_seed(name)) for name in "xvw"]
+        outputs = module(*(t.requires_grad_() for t in tensors))
+        gradients = torch.autograd.grad([y.square().sum() for y in outputs], tensors)
+        outcomes.append([y.detach() for y in outputs] + list(gradients))
+    for a, b in zip(*outcomes, strict=True):
+        assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize("text", [*SHARDS, "R"])
 def test_assemble_inverts_local_slice(text: str) -> None:
     whole, placement = torch.randn(SHAPE), parse_placement(text)
