@@ -7,6 +7,7 @@ block of keys is that block's share of the whole gradient.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 __all__ = ["block_backward", "block_forward", "merge"]
@@ -23,9 +24,10 @@ def block_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | 
     if q.device.type == "cpu":
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
         return out, lse
-    if q.dtype in (torch.float16, torch.bfloat16):
-        out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
-        return out, lse
+    if _has_flash(q):
+        operands = map(_filled_up, (q, k, v))
+        out, lse, *_ = aten._scaled_dot_product_flash_attention(*operands, 0.0, causal, False, scale=_scale(q, scale))
+        return out[..., : q.shape[-1]], lse
     scores = _scores(q, k, causal, scale)
     lse = scores.logsumexp(-1)
     return (scores - lse.unsqueeze(-1)).exp() @ v, lse
@@ -58,15 +60,30 @@ def _backward(
         backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
         dq, dk, dv = backward(grad, q, k, v, out, lse, 0.0, causal, scale=scale)
         return dq, dk, dv
-    if q.dtype in (torch.float16, torch.bfloat16):
+    if _has_flash(q):
         seed = torch.zeros((2,), dtype=torch.uint64, device=q.device)  # read only with dropout
         lengths = (None, None, q.shape[2], k.shape[2])
         backward = aten._scaled_dot_product_flash_attention_backward
-        dq, dk, dv = backward(grad, q, k, v, out, lse, *lengths, 0.0, causal, seed, seed.new_zeros(()), scale=scale)
+        operands = map(_filled_up, (grad, q, k, v, out))
+        dropout = (0.0, causal, seed, seed.new_zeros(()))
+        gradients = backward(*operands, lse, *lengths, *dropout, scale=_scale(q, scale))
+        dq, dk, dv = (g[..., : q.shape[-1]] for g in gradients)
         return dq, dk, dv
     p = (_scores(q, k, causal, scale) - lse.unsqueeze(-1)).exp()
     ds = p * (grad @ v.transpose(-1, -2) - (grad * out).sum(-1, keepdim=True)) * _scale(q, scale)
     return ds @ k, ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ grad
+
+
+def _has_flash(q: Tensor) -> bool:
+    """Whether the CUDA kernel takes such heads: 16 bits, at most 256 wide, from Ampere on."""
+    narrow = q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= 256
+    return narrow and torch.cuda.get_device_capability(q.device)[0] >= 8
+
+
+def _filled_up(x: Tensor) -> Tensor:
+    """With zeros to a width that is a multiple of 8, as the CUDA kernel wants heads."""
+    missing = -x.shape[-1] % 8
+    return F.pad(x, (0, missing)) if missing else x
 
 
 def merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:

@@ -68,6 +68,8 @@ class Observation:
         return self._trace
 
     def _measure_fsdp(self) -> None:
+        if self._world.device.type == "cuda":
+            return  # FSDP communicates on streams of its own: what an event there measures, compute need not wait for
         for stage in self._stages:
             if isinstance(stage, ShardedStage):
                 stage.measure()

@@ -15,7 +15,7 @@ from autopar.runtime.clock import WaitClock, attach, detach
 from autopar.runtime.output_paths import agree_on_writable
 from autopar.runtime.world import World
 
-__all__ = ["StepTrace", "TraceSummary", "exposed_and_hidden", "union"]
+__all__ = ["StepTrace", "TraceSummary", "communication_and_exposed", "exposed_and_hidden", "union"]
 
 Interval = tuple[float, float]
 _BACKENDS = ("nccl", "gloo:")  # how communication is named, as kernels on CUDA and as spans of gloo on the CPU
@@ -95,18 +95,11 @@ class StepTrace:
     def _summarise(self) -> TraceSummary:
         events = list(self._profiler.events() or ())
         steps = max(1, self.steps)
-        communication = union(_spans(events, lambda e: e.name.lower().startswith(_BACKENDS)))
-        if self._clock.cuda:
-            on_device = lambda e: e.device_type == torch.profiler.DeviceType.CUDA  # noqa: E731
-            others = _spans(events, lambda e: on_device(e) and not e.name.lower().startswith(_BACKENDS))
-            exposed, _ = exposed_and_hidden(communication, union(others))
-        else:
-            waits = union(_spans(events, lambda e: e.name.startswith("waiting:")))
-            _, exposed = exposed_and_hidden(communication, waits)
+        communication_s, exposed = communication_and_exposed(events, self._clock.cuda)
         seconds = {axis: t / steps for axis, t in self._clock.take().items()}
         return TraceSummary(
             step_s=_length(_spans(events, lambda e: e.name == "autopar:step")) / steps,
-            communication_s=_length(communication) / steps,
+            communication_s=communication_s / steps,
             exposed_s=exposed / steps,
             exposed_by_axis=seconds,
             predicted=_predicted(self._plan),
@@ -115,6 +108,27 @@ class StepTrace:
 
 def _of_rank(path: Path, rank: int) -> Path:
     return path.with_name(f"{path.name.removesuffix('.json')}.rank{rank}.json")
+
+
+def communication_and_exposed(events: Sequence[Any], cuda: bool) -> tuple[float, float]:
+    """Seconds of communication in the events of a profile, and those that compute stood still for.
+
+    On CUDA both are kernels of the device. It also shows the spans that the host named, over all kernels they launched:
+    those are neither.
+    """
+    if not cuda:
+        communication = union(_spans(events, _communicates))
+        waits = union(_spans(events, lambda e: e.name.startswith("waiting:")))
+        return _length(communication), exposed_and_hidden(communication, waits)[1]
+    on_device = torch.profiler.DeviceType.CUDA
+    kernels = [e for e in events if e.device_type == on_device and not e.is_user_annotation]
+    communication = union(_spans(kernels, _communicates))
+    compute = union(_spans(kernels, lambda e: not _communicates(e)))
+    return _length(communication), exposed_and_hidden(communication, compute)[0]
+
+
+def _communicates(event: Any) -> bool:
+    return str(event.name).lower().startswith(_BACKENDS)
 
 
 def exposed_and_hidden(communication: Sequence[Interval], compute: Sequence[Interval]) -> tuple[float, float]:

@@ -7,6 +7,7 @@ import json
 import re
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from autopar.passes import prepare
 from autopar.runtime.launch import run_ranks
 from autopar.runtime.memory_advice import memory_advice
 from autopar.runtime.monitor import PARTS, slow_ranks
-from autopar.runtime.step_trace import exposed_and_hidden, union
+from autopar.runtime.step_trace import communication_and_exposed, exposed_and_hidden, union
 from autopar.trace import trace
 from tests import models, plans
 
@@ -117,6 +118,30 @@ def test_intervals_of_communication_are_hidden_or_exposed() -> None:
     assert exposed_and_hidden(communication, []) == (6, 0)
     assert exposed_and_hidden(communication, [(0, 10)]) == (0, 6)
     assert exposed_and_hidden([], [(0, 1)]) == (0, 0)
+
+
+def _event(name: str, start: float, end: float, *, device: str = "CUDA", annotation: bool = False) -> Any:
+    """As the profiler gives them, in microseconds."""
+    return SimpleNamespace(
+        name=name,
+        time_range=SimpleNamespace(start=start * 1e6, end=end * 1e6),
+        device_type=getattr(torch.profiler.DeviceType, device),
+        is_user_annotation=annotation,
+    )
+
+
+def test_spans_that_the_host_named_are_no_kernels() -> None:
+    events = [
+        _event("ncclDevKernel_AllReduce_Sum", 2, 6),
+        _event("sm90_gemm", 0, 3),
+        _event("nccl:all_reduce", 0, 1, device="CPU"),  # the launch
+        _event("nccl:all_reduce", 1, 6, annotation=True),
+        _event("autopar:step", 0, 10, annotation=True),
+        _event("autopar:step", 0, 12, device="CPU"),
+    ]
+    assert communication_and_exposed(events, cuda=True) == (4, 3)
+    waits = [_event("gloo:all_reduce", 0, 4, device="CPU"), _event("waiting:tp", 3, 5, device="CPU")]
+    assert communication_and_exposed(waits, cuda=False) == (4, 1)
 
 
 def _traced(folder: str) -> str:
