@@ -52,51 +52,46 @@ class TrainingStep:
     def __call__(self, bound: Mapping[str, Tensor], local: bool) -> tuple[Tensor, int]:
         """The loss of a batch bound to the graph's inputs, and the tokens of all dp ranks (as many as this one's,
         each); see `ParallelModule.step`."""
-        inputs, micro_batches = self._intake.step_rows(bound, local)
-        self._divisors = self._counter.divisors(inputs)
-        self._state.copies.follow()
+        inputs, micro_batches = self._taken(bound, local)
+        scale = self._judge.scale
         self._reducer.begin(micro_batches)
         for stage in self._graphs:
             if isinstance(stage, ShardedStage):
                 stage.begin(micro_batches)
             elif isinstance(stage, GatheredGraph):
                 stage.begin()
-        if self._pipeline is not None:
-            losses = self._pipeline.run(inputs, micro_batches)
-        else:
-            losses = self._accumulate(inputs, micro_batches)
+        losses = self._losses(inputs, micro_batches)
         for stage in self._graphs:
             if isinstance(stage, GatheredGraph):
                 stage.finish()
-        scale = self._judge.scale
         self._reducer.finish(self._judge if self._judge.looks else None)
-        loss = self._agreed_loss(losses)
-        return loss if scale is None else loss / scale, self._tokens(inputs)
+        return self._agreed_loss(losses, scale), self._tokens(inputs)
 
     def evaluate(self, bound: Mapping[str, Tensor], local: bool) -> Tensor:
-        """The loss alone, by forward alone, as `torch.no_grad()` asks for; gradients stay as they are."""
-        inputs, micro_batches = self._intake.step_rows(bound, local)
-        self._divisors = self._counter.divisors(inputs)
-        self._state.copies.follow()
-        if self._pipeline is not None:
-            losses = self._pipeline.run(inputs, micro_batches)
-        else:
-            losses = [self._loss_of(part) for part in cut_rows(self._traced.inputs, inputs, micro_batches)]
+        """The loss alone, by forward alone, under `torch.no_grad()`; gradients stay as they are."""
+        losses = self._losses(*self._taken(bound, local))
         for stage in self._graphs:
             if isinstance(stage, ShardedStage):
                 stage.rest()
-        loss = self._agreed_loss(losses)
-        return loss if self._judge.scale is None else loss / self._judge.scale
+        return self._agreed_loss(losses, self._judge.scale)
 
-    def _loss_of(self, part: Mapping[str, Tensor]) -> Tensor:
-        outputs = self._graphs[0](**{name: part[name] for name in self._state.own_stages[0].inputs})
-        return self._scaled_loss(outputs[0])
+    def _taken(self, bound: Mapping[str, Tensor], local: bool) -> tuple[dict[str, Tensor], int]:
+        """This rank's rows and the micro-batches they make; what the loss is divided by, and the weights, are ready."""
+        inputs, micro_batches = self._intake.step_rows(bound, local)
+        self._divisors = self._counter.divisors(inputs)
+        self._state.copies.follow()
+        return inputs, micro_batches
 
-    def _accumulate(self, inputs: Mapping[str, Tensor], micro_batches: int) -> list[Tensor]:
+    def _losses(self, inputs: Mapping[str, Tensor], micro_batches: int) -> list[Tensor]:
+        """Of the micro-batches, where the last stage is; backward has run where gradients are enabled."""
+        if self._pipeline is not None:
+            return self._pipeline.run(inputs, micro_batches)
         losses = []
         for part in cut_rows(self._traced.inputs, inputs, micro_batches):
-            loss = self._loss_of(part)
-            loss.backward()
+            outputs = self._graphs[0](**{name: part[name] for name in self._state.own_stages[0].inputs})
+            loss = self._scaled_loss(outputs[0])
+            if torch.is_grad_enabled():
+                loss.backward()
             losses.append(loss.detach())
         return losses
 
@@ -104,15 +99,16 @@ class TrainingStep:
         loss = divided(loss_sum, self._divisors)
         return loss if self._judge.scale is None else loss * self._judge.scale
 
-    def _agreed_loss(self, losses: list[Tensor]) -> Tensor:
-        """The sum over micro-batches and dp ranks, from the last stage to all; in fp32, or fp64 if the model's is."""
+    def _agreed_loss(self, losses: list[Tensor], scale: Tensor | None) -> Tensor:
+        """The sum over micro-batches and dp ranks, from the last stage to all, without the factor `scale`; in fp32, or
+        fp64 if the model's is."""
         dtype = loss_dtype(self._traced)
         if losses:
             total = self._world.sum(torch.stack(losses).sum(), "dp").to(dtype)
         else:
             total = torch.zeros((), dtype=dtype, device=self._world.device)
         self._world.broadcast(total, "pp", self._world.size("pp") - 1)
-        return total
+        return total if scale is None else total / scale
 
     def _tokens(self, inputs: Mapping[str, Tensor]) -> int:
         specs = self._traced.inputs
