@@ -40,7 +40,9 @@ def raise_alike(error: AutoparError | None, world: World) -> None:
         if error is not None:
             raise error
         return
-    raised = torch.tensor(int(error is not None), device=world.device)
+    # On the CPU where a backend is: on a GPU every rank's host would wait for all that is under way there.
+    device = torch.device("cpu") if "gloo" in str(dist.get_backend_config()) else world.device
+    raised = torch.tensor(int(error is not None), device=device)
     dist.all_reduce(raised)
     if not int(raised):
         return

@@ -19,6 +19,7 @@ from autopar.ir import TracedModel
 from autopar.plan import Plan
 from autopar.recomputation import attention_cores
 from autopar.runtime.agreement import first_refusal
+from autopar.runtime.batch_agreement import BatchAgreement
 from autopar.runtime.index_limits import IndexLimits
 from autopar.runtime.pipeline import check_micro_batches, runnable_micro_batches
 from autopar.runtime.rows import count_micro_batches, cut_rows, fitting, pad_rows, row_count
@@ -55,6 +56,7 @@ class BatchIntake:
         self._rows_seen = rows_seen or RowsSeen()
         self._notices = [] if notices is None else notices
         self._told_of_padding = False
+        self._batches = BatchAgreement(world)
         cores = attention_cores([n for n in traced.graph_module.graph.nodes if n.op == "call_function"])
         self._causal = all(len(core) == 1 and _is_causal(core[0]) for core in cores)
         self._limits = IndexLimits(traced)
@@ -105,6 +107,13 @@ class BatchIntake:
 
     def _refuse(self, every: list[int], local: bool) -> None:
         """Raise SpecError, naming row counts that would do; nothing if these do."""
+        if not all(every) and any(every):
+            empty = ", ".join(str(rank) for rank, rows in enumerate(every) if not rows)
+            raise SpecError(
+                f"dp rank {empty} has no rows",
+                where="batch",
+                try_="one row at least on every rank" + ("; one without targets adds nothing" * self._hides_rows),
+            )
         for rows in every:
             count = count_micro_batches(rows, 1 if local else self._world.size("dp"), self._plan.micro_batch)
             if self._plan.degrees.pp > 1:
@@ -121,6 +130,7 @@ class BatchIntake:
 
         Rows that do not divide are padded, unless each rank brings its own or the loss would see it: SpecError.
         """
+        self._batches.check(bound, local=local)
         if local:
             inputs, every = self._own_batch(bound)
         else:
@@ -130,7 +140,7 @@ class BatchIntake:
         wanted = [self._runnable(rows, unit) for rows in every]
         if local and self._plan.zero:  # FSDP's ranks meet in every micro-batch: who brings fewer rows runs empty ones
             wanted = [max(wanted)] * len(wanted)
-        hidden = all(every) and self._hides_rows and not any(local and rows % unit for rows in every)
+        hidden = all(every) and self._hides_rows
         if wanted != every and not hidden:
             self._refuse(every, local)
         own = wanted[self._world.position["dp"]] if local else wanted[0]
@@ -156,6 +166,7 @@ class BatchIntake:
     def call_rows(self, bound: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], int | None]:
         """This rank's rows of a called batch on its device, and the length of its sequences if they were padded. Raises
         SpecError if it does not fit."""
+        self._batches.check(bound, local=False)
         fitted = fitting(self._traced, bound)
         padded = self.padded_sequences(fitted, called=True)
         dp = self._world.size("dp")

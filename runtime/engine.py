@@ -5,10 +5,9 @@ Loss: the mean over all tokens of the global batch that count, however the batch
 
 from __future__ import annotations
 
-import inspect
-import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from autopar.runtime.reducer import GradientReducer
 from autopar.runtime.stage import set_training
 from autopar.runtime.state import LocalState
 from autopar.runtime.step_trace import StepTrace
+from autopar.runtime.torch_guards import guard_torch
 from autopar.runtime.world import World
 
 __all__ = ["ParallelModule"]
@@ -85,9 +85,11 @@ class ParallelModule(nn.Module):
         shared = Shared(plan, self.world, self._judge, RowsSeen(), self._wide, bucket_bytes, under_backward)
         self._programs = Programs(program, again, self._state, shared)
         self._observed = Observation(plan, self.world, self._graphs)
-        self._guard = OptimizerGuard(self._state, self.world)
+        self._guard = OptimizerGuard(self._state, self.world, model)
         weakref.finalize(self, self._guard.remove)
         self._watch = ParameterWatch(self._state, self.world)
+        if self._state.is_part:
+            guard_torch(self._state)
 
     @property
     def _graphs(self) -> tuple[nn.Module, ...]:
@@ -106,7 +108,7 @@ class ParallelModule(nn.Module):
         batch: what the model takes (mapping of arguments, sequence of positional ones, or the one argument): the global
         batch, the same on every rank; with `local=True` only the rows of this rank's dp position. More rows than
         planned are more micro-batches. Rows that are no multiple of dp x micro_batch are padded where the loss can
-        leave rows out, and so are sequences that do not cut; with `local=True` rows must be a multiple of micro_batch.
+        leave rows out, and so are sequences that do not cut.
         A batch that differs from the example in what is no tensor (a flag, a number, an optional mask) is captured
         anew, once, and told in `notices`. Raises SpecError for rows that neither divide nor can be padded, for a batch
         that does not fit the capture, and where a capture anew is not possible.
@@ -125,12 +127,23 @@ class ParallelModule(nn.Module):
                 try_="pm(**batch) to evaluate under a plan without pipeline, or pm.train() before",
             )
         self._watch.check()
-        if not torch.is_grad_enabled():
-            loss = program.step.evaluate(bound, local)
-        else:
-            loss = self._observed.step(lambda: program.step(bound, local))
+        self._refuse_after_broken()
+        with _ordinary_tensors():
+            if not torch.is_grad_enabled():
+                loss = program.step.evaluate(bound, local)
+            else:
+                loss = self._observed.step(lambda: program.step(bound, local))
         self._take_notices()
         return loss
+
+    def _refuse_after_broken(self) -> None:
+        broken = next((program.step.broken_by for program in self._programs.running if program.step.broken_by), "")
+        if broken:
+            raise AutoparError(
+                f"an earlier step was broken off ({broken}); what is under way between ranks would get into this one",
+                where="step",
+                try_="autopar.parallelize again, with the weights of the last checkpoint",
+            )
 
     def _take_notices(self) -> None:
         self.notices += [notice for notice in self._programs.notices if notice not in self.notices]
@@ -145,8 +158,9 @@ class ParallelModule(nn.Module):
         self._watch.check()
         program, bound = self._programs.of_call(args, kwargs, training=self.training)
         self._take_notices()
-        self._state.copies.follow()
-        return program.call(self.training, bound)
+        with _ordinary_tensors():
+            self._state.copies.follow()
+            return program.call(self.training, bound)
 
     def optimizer(
         self,
@@ -218,18 +232,8 @@ class ParallelModule(nn.Module):
         return ((dot + name, p) for name, p in self._state.named_parameters())
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """As `named_parameters`. Raises AutoparError when torch's clip_grad_norm_ takes them.
-
-        It would clip each rank by the norm of what that rank holds.
-        """
-        for _, parameter in self._state.named_parameters():
-            if not self.world.alone and sys._getframe(1).f_code in _CLIPPING:
-                raise AutoparError(
-                    "clip_grad_norm_ of torch sees this rank's slices only",
-                    where="torch.nn.utils",
-                    try_="pm.clip_grad_norm_(max_norm, norm_type), the norm of the whole model",
-                )
-            yield parameter
+        """As `named_parameters`."""
+        return (parameter for _, parameter in self._state.named_parameters())
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:  # type: ignore[override]
         """Whole tensors under the names of the user's own state_dict. Collective."""
@@ -237,7 +241,8 @@ class ParallelModule(nn.Module):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Take over whole tensors under original names; a tied one may be under any of its names. Returns the missing
-        and the unknown keys; with `strict` there may be none. Raises AutoparError for that, and for `assign`."""
+        and the unknown keys; with `strict` there may be none. Raises AutoparError for that, for tensors that differ
+        between ranks, and for `assign`. Collective."""
         if assign:
             raise AutoparError(
                 "assign=True would put whole tensors in place of what this rank trains",
@@ -256,9 +261,31 @@ class ParallelModule(nn.Module):
         return self
 
     def _apply(self, fn: Any, recurse: bool = True) -> ParallelModule:
+        samples = [
+            torch.empty(1, dtype=dtype, device=self.world.device) for dtype in {p.dtype for p in self.parameters()}
+        ]
+        if all((to.dtype, to.device) == (x.dtype, x.device) for x, to in ((x, fn(x)) for x in samples)):
+            return self  # a script's `.to(device)` where it is already
         raise AutoparError(
             "a parallel module cannot be moved or cast", try_="move or cast the model before parallelize"
         )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise AutoparError(
+            "a parallel module belongs to the processes that run it: it is neither copied nor pickled",
+            try_="pm.state_dict() to save it; for a mean of weights, clones of pm.named_parameters() on each rank",
+        )
+
+
+@contextmanager
+def _ordinary_tensors() -> Iterator[None]:
+    """`torch.inference_mode()` as `torch.no_grad()`: what it makes could not be written in training, and FSDP keeps the
+    memory it gathers into."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def _without_effect(plan: Plan) -> Iterator[str]:
@@ -268,7 +295,3 @@ def _without_effect(plan: Plan) -> Iterator[str]:
             f"sequence_sharding has no effect: tp {plan.degrees.tp} does not divide the {plan.seq_len} tokens of a "
             f"sequence over cp {plan.degrees.cp}"
         )
-
-
-# The code that iterates over parameters in torch.nn.utils.clip_grad_norm_ and its relatives, under their decorators.
-_CLIPPING = tuple(inspect.unwrap(f).__code__ for f in (nn.utils.clip_grad_norm_, nn.utils.clip_grads_with_norm_))

@@ -31,6 +31,7 @@ class GradientNorm:
 
         Powers are summed in fp32 at least and in fp64 across tensors: squares of fp16 gradients overflow in fp16.
         """
+        norm_type = float(norm_type)  # torch takes "inf"
         if not norm_type > 0:
             raise SpecError(f"must be positive or inf, not {norm_type}", where="norm_type")
         # A rank may hold nothing of a short parameter under ZeRO, and nothing has no largest element.

@@ -16,7 +16,7 @@ class GradientBucket:
 
     A gradient is copied once, when it comes first in a step: from then on it is a view of the bucket, and what
     micro-batches add goes there. The memory stays for the next step unless somebody still holds gradients in it. A
-    gradient that has the bucket to itself is not copied at all, and nothing of it stays.
+    gradient that has the bucket to itself is not copied at all, and nothing of it stays. `taken`: whose gradients came.
     """
 
     def __init__(self, members: Iterable[nn.Parameter]) -> None:
@@ -27,20 +27,20 @@ class GradientBucket:
             self._start[p] = self._numel
             self._numel += p.numel()
         self._memory: Tensor | None = None
-        self._taken: set[nn.Parameter] = set()
+        self.taken: set[nn.Parameter] = set()
 
     def begin(self) -> None:
         """A step starts: no gradient has come."""
-        self._taken.clear()
+        self.taken.clear()
         if self._memory is not None and not has_own_memory(self._memory):
             self._memory = None
 
     def take(self, parameter: nn.Parameter) -> None:
         """The gradient of `parameter` is there. Nothing if it is taken already."""
         gradient = parameter.grad
-        if parameter in self._taken or gradient is None:
+        if parameter in self.taken or gradient is None:
             return
-        self._taken.add(parameter)
+        self.taken.add(parameter)
         if len(self.members) == 1:
             # Autograd may give the same memory to two parameters (of `a.view(-1) + b.view(-1)`).
             if not (has_own_memory(gradient) and gradient.stride() == _strides_without_gaps(gradient)):

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, NamedTuple
-from weakref import WeakSet, ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
@@ -119,12 +119,12 @@ class OptimizerGuard:
     a word.
     """
 
-    def __init__(self, state: LocalState, world: World) -> None:
-        self._passed: WeakSet[torch.optim.Optimizer] = WeakSet()
+    def __init__(self, state: LocalState, world: World, model: nn.Module) -> None:
+        self._passed: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()  # with so many groups
         self._device = world.device
-        self._cut = state.cuts_tensors
-        self._staged = world.size("pp") > 1
+        self._cut, self._is_part = state.cuts_tensors, state.is_part
         self._held = {id(p) for p in state.parameters.values()}
+        self._copied = {id(p): ref(p) for p in model.parameters()}
         self._handle = None if world.alone else register_optimizer_step_pre_hook(partial(_look, ref(self)))
 
     def remove(self) -> None:
@@ -132,16 +132,27 @@ class OptimizerGuard:
             self._handle.remove()
 
     def allow(self, optimizer: torch.optim.Optimizer) -> None:
-        self._passed.add(optimizer)
+        self._passed[optimizer] = len(optimizer.param_groups)
 
     def look(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise SpecError for one that has to come from pm.optimizer."""
-        if optimizer in self._passed:
+        if self._passed.get(optimizer) == len(optimizer.param_groups):
             return
-        ours = any(id(p) in self._held for group in optimizer.param_groups for p in group["params"])
-        if ours and (self._cut or self._staged):
+        stepped = [p for group in optimizer.param_groups for p in group["params"]]
+        if self._is_part and any(id(p) in self._held for p in stepped):
             self._check(optimizer)
-        self._passed.add(optimizer)
+        self._refuse_users_own(optimizer, stepped)
+        self.allow(optimizer)
+
+    def _refuse_users_own(self, optimizer: torch.optim.Optimizer, stepped: Sequence[nn.Parameter]) -> None:
+        copied = [p for p in stepped if id(p) in self._copied and self._copied[id(p)]() is p]
+        if copied and all(p.grad is None for p in copied):
+            raise AutoparError(
+                f"this {type(optimizer).__name__} holds the parameters of the model that was given to parallelize; it "
+                "trains nothing, since each rank trains its own copies or slices",
+                where="optimizer.step",
+                try_=f"pm.optimizer({type(optimizer).__name__}, ...), or pm.parameters()",
+            )
 
     def _check(self, optimizer: torch.optim.Optimizer) -> None:
         cls = type(optimizer)

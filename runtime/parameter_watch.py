@@ -25,8 +25,8 @@ _INSTEAD = "change p.grad between pm.step and optimizer.step, where gradients ar
 class ParameterWatch:
     """Of this rank's parameters as they are now.
 
-    The stages of a pipeline hold different ones, so that only one of them may see what all have to refuse: they agree
-    in every step, if any of them has something to watch. Collective, as is `check`.
+    One rank alone may see what all have to refuse: stages hold different ones, and users may treat ranks differently.
+    They agree in every step, if any of them has something to watch. Collective, as is `check`.
     """
 
     def __init__(self, state: LocalState, world: World) -> None:
@@ -37,7 +37,7 @@ class ParameterWatch:
         self._frozen = {name: p for name, p in held.items() if reduces and not p.requires_grad}
         self._world = world
         watched = torch.tensor(len(self._replaced) + len(self._frozen), device=world.device)
-        self._agrees = world.size("pp") > 1 and int(world.sum(watched, "pp")) > 0
+        self._agrees = not world.alone and int(world.sum(watched, "pp")) > 0
 
     def check(self) -> None:
         """Raise AutoparError for hooks that nothing calls, and for parameters that were frozen and are not any more."""

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from autopar.errors import AutoparError
 from autopar.plan import BUCKET_BYTES
 from autopar.runtime.clock import waiting
 from autopar.runtime.collectives import widened
@@ -95,7 +96,9 @@ class GradientReducer:
         self._sent: set[nn.Parameter] = set()
         self._next_bucket = 0
         self._earlier: dict[nn.Parameter, Tensor] = {}
-        self._active = False
+        self._versions: list[int] = []
+        self._active = self._begun = False
+        self._backward = -1  # of autograd's passes, the one that is reduced without `begin` and `finish`
         self._wide, self._uses = wide, dict(uses or {})
         for p in self._bucket_of:
             p.register_post_accumulate_grad_hook(self.arrived)
@@ -113,7 +116,9 @@ class GradientReducer:
         # A parameter that got no gradient in the last step would hold back its bucket and all after it.
         self._missing = {p: micro_batches * self._uses.get(p, 1) for p in self._bucket_of if p not in self._silent}
         self._unready = [sum(p in self._missing for p in bucket.members) for bucket in self._buckets]
-        self._sent, self._next_bucket, self._active = set(), 0, True
+        self._versions = [] if self.idle else [p._version for p in self._parameters]
+        self._sent, self._next_bucket = set(), 0
+        self._active = self._begun = True
         for bucket in self._buckets:
             bucket.begin()
 
@@ -155,6 +160,7 @@ class GradientReducer:
         `judge` is called when this step's gradients are complete, before earlier ones are added, and may change them.
         """
         self._active = False
+        self._refuse_steps_inside()
         for bucket in self._buckets[self._next_bucket :]:
             self._send(bucket)
         late = [p for p in self._bucket_of if p.grad is not None and p not in self._sent]  # silent last time
@@ -166,7 +172,7 @@ class GradientReducer:
         self._silent = {p for p in self._bucket_of if p.grad is None}
         for group_sum in self._sums:
             sum_gradients(group_sum, self._wide)
-        earlier, self._earlier = self._earlier, {}
+        earlier, self._earlier, self._begun = self._earlier, {}, False
         try:
             if judge is not None:
                 judge()
@@ -176,6 +182,28 @@ class GradientReducer:
             raise
         for p, gradient in earlier.items():
             p.grad = gradient if p.grad is None else gradient.add_(p.grad)
+
+    def _refuse_steps_inside(self) -> None:
+        """Hooks in backward find this rank's part of a gradient: what steps there trains each rank by its own."""
+        stepped = any(p._version != before for p, before in zip(self._parameters, self._versions, strict=False))
+        if stepped or any(p.grad is None for bucket in self._buckets for p in bucket.taken):
+            self.abandon()
+            raise AutoparError(
+                "parameters were changed, or their gradients taken away, before the gradients were complete; ranks "
+                "have drifted apart",
+                where="step",
+                try_="optimizer.step() after pm.step(batch), not in a hook on parameters",
+            )
+
+    def abandon(self) -> None:
+        """Leave the gradients as they were before `begin`: what came between was broken off."""
+        if not self._begun:
+            return
+        self._active = self._begun = False
+        self._in_flight = []
+        for p in self._parameters:
+            p.grad = self._earlier.get(p)
+        self._earlier = {}
 
     def reduce_after_backward(self, output: Tensor) -> Tensor:
         """`output` itself; the backward pass that starts from it is reduced, without `begin` and `finish`.
@@ -187,7 +215,11 @@ class GradientReducer:
         return mark_backward(output, self._around_backward)
 
     def _around_backward(self) -> None:
-        if not self._active:
+        # Several outputs may be marked. A pass that an error ended never came to its end.
+        current = torch._C._current_graph_task_id()
+        if current != self._backward or not self._active:
+            self.abandon()
+            self._backward = current
             self.begin(1)
             torch.autograd.Variable._execution_engine.queue_callback(self.finish)
 

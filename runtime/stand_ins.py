@@ -63,6 +63,7 @@ class StandIns(ABC):
         optimizer.register_step_pre_hook(self._before)
         optimizer.register_step_post_hook(lambda *_: self.hand_back())
         optimizer.zero_grad = partial(self._zero_grad, optimizer.zero_grad)  # type: ignore[method-assign]
+        optimizer.add_param_group = partial(_refuse_group, optimizer)  # type: ignore[method-assign]
 
     def _before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if any(callable(closure) for closure in (*args[1:], *kwargs.values())):
@@ -80,6 +81,16 @@ class StandIns(ABC):
                 parameter.grad = None
             elif parameter.grad is not None:
                 parameter.grad.detach_().zero_()
+
+
+def _refuse_group(optimizer: torch.optim.Optimizer, param_group: Any) -> None:
+    name = type(optimizer).__name__
+    raise SpecError(
+        f"{name} steps other tensors in place of this rank's slices, and would step slices of this group",
+        where="add_param_group",
+        try_=f"pm.optimizer({name}, groups=...) with all it is ever to train, frozen so far or not; or another "
+        "pm.optimizer with only=[...]",
+    )
 
 
 class LocalTensors(StandIns):

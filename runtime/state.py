@@ -19,6 +19,7 @@ from autopar.errors import AutoparError, SpecError
 from autopar.ir import ParameterShard, StageGraph
 from autopar.plan import Plan
 from autopar.runtime.initial_weights import InitialWeights
+from autopar.runtime.loading import check_loadable, checksum
 from autopar.runtime.precision import ComputeCopies
 from autopar.runtime.sharding import copies_group, copy_whole, filled_up, join_shards, local_part, local_slice
 from autopar.runtime.world import World
@@ -79,6 +80,11 @@ class LocalState:
     def cuts_tensors(self) -> bool:
         """Whether ranks may hold slices of parameters: over tp, or over the data ranks under ZeRO."""
         return self._level > 0 or self._world.size("tp") > 1
+
+    @property
+    def is_part(self) -> bool:
+        """Whether a rank holds less than the model: slices, or the parameters of some stages."""
+        return self.cuts_tensors or self._world.size("pp") > 1
 
     def read_by(self, stages: Sequence[StageGraph]) -> LocalState:
         """The same tensors as another program of the model reads them, which `stages` are: parameters that none of
@@ -182,29 +188,24 @@ class LocalState:
         """Take this rank's slices out of whole tensors; a tied one may be given under any of its names.
 
         Returns what is missing and what is unknown. Raises AutoparError, before anything is changed and on every rank
-        alike, if there is any of that and `strict`, or for a misshapen tensor.
+        alike, if there is any of that and `strict`, for a misshapen tensor, and for one that differs between ranks.
+        Collective.
         """
-        known = [key for key in self._keys if key in self._canonical]
-        given = {self._canonical[key] for key in known if key in state}
-        missing, unknown = [k for k in known if self._canonical[k] not in given], [k for k in state if k not in known]
-        if strict and (missing or unknown):
-            raise AutoparError(f"missing {missing or 'none'}, unknown {unknown or 'none'}", where="load_state_dict")
         shapes: dict[str, tuple[int, ...]] = {name: tuple(buffer.shape) for name, buffer in self.buffers.items()}
         shapes |= {s.name: tuple(s.shape) for stage in self._stages for s in stage.parameters.values()}
-        given_keys = [key for key in known if key in state]
-        for key in given_keys:
-            shape = shapes.get(self._canonical[key])
-            if shape is not None and tuple(state[key].shape) != shape:
-                raise AutoparError(f"shape {tuple(state[key].shape)}, expected {shape}", where=key)
+        keys = {key: self._canonical[key] for key in self._keys if key in self._canonical}
+        unlike = check_loadable(state, keys, shapes, strict, self._world)
         tp, index = self._world.size("tp"), self._world.position["tp"]
         with torch.no_grad():
-            for key in given_keys:
-                name, value = self._canonical[key], state[key]
+            for key, name in keys.items():
+                if key not in state:
+                    continue
+                value = state[key]
                 shard = self.shards.get(name)
                 target = self.parameters[name] if shard is not None else self.buffers.get(name)
                 if target is not None:  # else it is on another stage
                     copy_whole(target, value if shard is None else _slice(value, shard, index, tp))
-        return _IncompatibleKeys(missing, unknown)
+        return unlike
 
     def differing_copies(self) -> list[str]:
         """Names of this stage's parameters whose dp or tp copies are not the same to the bit. Collective."""
@@ -257,7 +258,7 @@ class LocalState:
     def _same_as_rank_zero(self, whole: dict[str, Tensor]) -> dict[str, Tensor]:
         """Compare by checksum, and take over from rank 0 the tensors that differ anywhere."""
         device = self._world.device
-        sums = torch.stack([_checksum(t) for t in whole.values()]).to(device)
+        sums = torch.stack([checksum(t) for t in whole.values()]).to(device)
         first = sums.clone()
         dist.broadcast(first, 0)
         differs = (sums != first).to(torch.int32)
@@ -315,12 +316,3 @@ def _refuse_meta(tensors: Mapping[str, Tensor]) -> None:
             where=meta,
             try_="build the model on the CPU, or load the buffer",
         )
-
-
-def _checksum(tensor: Tensor) -> Tensor:
-    """Sum of the bits as integers, wrapping: equal tensors have equal sums, differently seeded ones do not."""
-    flat = tensor.detach().contiguous().view(-1)
-    if flat.is_complex():
-        flat = torch.view_as_real(flat).view(-1)
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return flat.view(integers[flat.element_size()]).sum(dtype=torch.int64)

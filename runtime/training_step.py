@@ -6,7 +6,8 @@ gradient reduction is a sum.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +29,10 @@ __all__ = ["TrainingStep"]
 
 
 class TrainingStep:
-    """`graphs`: this rank's stages as they run, in the order of `state.own_stages`. Collective."""
+    """`graphs`: this rank's stages as they run, in the order of `state.own_stages`. Collective.
+
+    broken_by: the error that broke a step off where it cannot be followed by another; empty if there was none.
+    """
 
     def __init__(
         self,
@@ -48,12 +52,20 @@ class TrainingStep:
         self._reducer, self._judge = reducer, judge
         self._divisors = torch.ones(1, dtype=torch.float64, device=world.device)
         self._pipeline = self._new_pipeline()
+        self.broken_by = ""
 
     def __call__(self, bound: Mapping[str, Tensor], local: bool) -> tuple[Tensor, int]:
         """The loss of a batch bound to the graph's inputs, and the tokens of all dp ranks (as many as this one's,
         each); see `ParallelModule.step`."""
         inputs, micro_batches = self._taken(bound, local)
         scale = self._judge.scale
+        with self._noting_errors():
+            losses = self._forward_and_backward(inputs, micro_batches)
+        self._reducer.finish(self._judge if self._judge.looks else None)
+        return self._agreed_loss(losses, scale), self._tokens(inputs)
+
+    def _forward_and_backward(self, inputs: Mapping[str, Tensor], micro_batches: int) -> list[Tensor]:
+        """The loss of each micro-batch, as far as this rank knows it."""
         self._reducer.begin(micro_batches)
         for stage in self._graphs:
             if isinstance(stage, ShardedStage):
@@ -64,12 +76,27 @@ class TrainingStep:
         for stage in self._graphs:
             if isinstance(stage, GatheredGraph):
                 stage.finish()
-        self._reducer.finish(self._judge if self._judge.looks else None)
-        return self._agreed_loss(losses, scale), self._tokens(inputs)
+        return losses
+
+    @contextmanager
+    def _noting_errors(self) -> Iterator[None]:
+        """Gradients stay what they were if what runs here is broken off.
+
+        FSDP keeps sums of its own, and messages between stages are under way: after that no step is to be trusted.
+        """
+        try:
+            yield
+        except BaseException as error:
+            self._reducer.abandon()
+            if self._pipeline is not None or any(isinstance(s, ShardedStage | GatheredGraph) for s in self._graphs):
+                self.broken_by = f"{type(error).__name__}: {error}".partition("\n")[0]
+            raise
 
     def evaluate(self, bound: Mapping[str, Tensor], local: bool) -> Tensor:
-        """The loss alone, by forward alone, under `torch.no_grad()`; gradients stay as they are."""
-        losses = self._losses(*self._taken(bound, local))
+        """The loss alone, by forward alone, as `torch.no_grad()` asks for; gradients stay as they are."""
+        inputs, micro_batches = self._taken(bound, local)
+        with self._noting_errors():
+            losses = self._losses(inputs, micro_batches)
         for stage in self._graphs:
             if isinstance(stage, ShardedStage):
                 stage.rest()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -176,6 +177,10 @@ def _what_ranks_would_not_notice(model: nn.Module, traced: TracedModel, pm: Para
         pm.step(batch)
     frozen.requires_grad_(False)
     pm.step(batch)
+    frozen.requires_grad_(dist.get_rank() == 1)  # one rank alone
+    with pytest.raises(AutoparError, match="was frozen when the model was captured"):
+        pm.step(batch)
+    frozen.requires_grad_(False)
     piped = build(model, traced, _lora_plan(Degrees(pp=2)))
     for path in ("model.embed_tokens.weight", "model.norm.weight"):  # of the first stage, and of the last
         here = dict(piped.named_parameters()).get(path, nn.Parameter(torch.zeros(1)))
@@ -191,6 +196,11 @@ def _what_ranks_would_not_notice(model: nn.Module, traced: TracedModel, pm: Para
         with pytest.raises(AutoparError, match="nothing calls a hook on this parameter.*change p.grad between"):
             sharded.step(batch)
         handle.remove()
+    if dist.get_rank() == 0:  # one rank alone
+        handle = trained.register_hook(lambda *_: None)
+    with pytest.raises(AutoparError, match="nothing calls a hook on this parameter"):
+        sharded.step(batch)
+    handle.remove()
     sharded.step(batch)
     own = next(p for p in model.parameters() if p.requires_grad)
     handle = own.register_hook(lambda g: g)

@@ -188,12 +188,16 @@ def _called() -> None:
         torch.testing.assert_close(mine, loss)
         for name, gradient in pm.full_gradients().items():
             torch.testing.assert_close(gradient, expected[name].grad, rtol=0, atol=1e-12, msg=name)
-        # 6 rows here, 2 there: the rank that runs out goes on with rows that count nothing.
-        pm.zero_grad()
-        mine = {name: t[:6] if dist.get_rank() == 0 else t[6:] for name, t in batch.items()}
-        torch.testing.assert_close(pm.step(mine, local=True), loss.detach(), rtol=0, atol=1e-12)
-        for name, gradient in pm.full_gradients().items():
-            torch.testing.assert_close(gradient, expected[name].grad, rtol=0, atol=1e-12, msg=name)
+        # 6 rows here, 2 there: the rank that runs out goes on with rows that count nothing. 5 and 3: both end with one.
+        for first in (6, 5):
+            pm.zero_grad()
+            mine = {name: t[:first] if dist.get_rank() == 0 else t[first:] for name, t in batch.items()}
+            torch.testing.assert_close(pm.step(mine, local=True), loss.detach(), rtol=0, atol=1e-12)
+            for name, gradient in pm.full_gradients().items():
+                torch.testing.assert_close(gradient, expected[name].grad, rtol=0, atol=1e-12, msg=name)
+        mine = {name: t[: 8 - 8 * dist.get_rank()] for name, t in batch.items()}
+        with pytest.raises(SpecError, match="dp rank 1 has no rows.*one without targets adds nothing"):
+            pm.step(mine, local=True)
 
 
 def test_calling_the_module_and_unequal_rows_equal_one_process() -> None:

@@ -205,6 +205,17 @@ def _refused() -> None:
         late.step(lambda: 0.0)
     with pytest.raises(SpecError, match="LBFGS reads all parameters together, and ranks hold some of them"):
         pm.optimizer(torch.optim.LBFGS, lr=0.1)
+    with pytest.raises(
+        SpecError, match="Lars steps other tensors in place of this rank's slices, and would step slices"
+    ):
+        late.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+    grown = ByGroup([{"params": [p for n, p in pm.named_parameters() if "norm" in n]}], lr=0.1)
+    pm.step(batch)
+    grown.step()
+    grown.add_param_group({"params": [p for n, p in pm.named_parameters() if "norm" not in n], "by_norm": True})
+    with pytest.raises(SpecError, match="ByGroup reads more than single elements"):
+        grown.step()
+    pm.zero_grad()
     staged = build(copy.deepcopy(model), traced, plans.megatron("tiny_gpt", Degrees(pp=2), micro_batch=2))
     with pytest.raises(SpecError, match="LBFGS reads all parameters together"):
         staged.optimizer(torch.optim.LBFGS, lr=0.1)
