@@ -17,6 +17,7 @@ from autopar.ir import StageGraph, TracedModel
 from autopar.plan import Plan
 from autopar.runtime.batches import BatchIntake
 from autopar.runtime.gathered import gathered
+from autopar.runtime.judge import StepJudge
 from autopar.runtime.outputs import WholeForward
 from autopar.runtime.reducer import GradientReducer
 from autopar.runtime.stage import set_training
@@ -60,9 +61,10 @@ class CalledModel:
         world: World,
         intake: BatchIntake,
         reducer: GradientReducer,
+        judge: StepJudge,
     ) -> None:
         self._plan, self._traced, self._build, self._localize = plan, traced, build, localize
-        self._world, self._intake, self._reducer = world, intake, reducer
+        self._world, self._intake, self._reducer, self._judge = world, intake, reducer, judge
         self._modes: dict[bool, _Mode] = {}
 
     def __call__(self, training: bool, bound: Mapping[str, Tensor]) -> Any:
@@ -88,5 +90,5 @@ class CalledModel:
         counter = TokenCounter.on(self._world, whole.token_count)
         same = whole.traced is self._traced
         intake = self._intake if same else BatchIntake(whole.traced, self._plan, self._world, counter)
-        forward = WholeForward(graph, whole.traced, self._world, counter, self._reducer)
+        forward = WholeForward(graph, whole.traced, self._world, counter, self._reducer, self._judge)
         return _Mode(forward, intake, whole.traced, frozenset(whole.stage.inputs))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,7 @@ class ParallelModule(nn.Module):
         seed: int = 0,
     ) -> None:
         super().__init__()
+        _run_eagerly()
         traced, stages = program.traced, program.stages
         refuse_unbuilt(plan, traced, stages)
         self.plan, self.traced = plan, traced
@@ -126,13 +128,15 @@ class ParallelModule(nn.Module):
                 where="step",
                 try_="pm(**batch) to evaluate under a plan without pipeline, or pm.train() before",
             )
-        self._watch.check()
         self._refuse_after_broken()
+        watched = self._watch.check()
         with _ordinary_tensors():
             if not torch.is_grad_enabled():
                 loss = program.step.evaluate(bound, local)
             else:
                 loss = self._observed.step(lambda: program.step(bound, local))
+        if watched is not None:
+            watched.answer()
         self._take_notices()
         return loss
 
@@ -155,7 +159,8 @@ class ParallelModule(nn.Module):
 
         `step` moves less. Raises AutoparError under pipeline parallelism.
         """
-        self._watch.check()
+        if (watched := self._watch.check()) is not None:
+            watched.answer()
         program, bound = self._programs.of_call(args, kwargs, training=self.training)
         self._take_notices()
         with _ordinary_tensors():
@@ -277,15 +282,31 @@ class ParallelModule(nn.Module):
         )
 
 
+@cache
+def _run_eagerly() -> None:
+    """`torch.compile` around a parallel module is a break of its graph: dynamo would trace captures and schedules."""
+    for name in ("forward", "step"):
+        setattr(ParallelModule, name, torch.compiler.disable(getattr(ParallelModule, name)))
+
+
 @contextmanager
 def _ordinary_tensors() -> Iterator[None]:
-    """`torch.inference_mode()` as `torch.no_grad()`: what it makes could not be written in training, and FSDP keeps the
-    memory it gathers into."""
-    if not torch.is_inference_mode_enabled():
-        yield
-        return
-    with torch.inference_mode(False), torch.no_grad():
-        yield
+    """Contexts of the user whose tensors would outlive them.
+
+    `torch.inference_mode()` as `torch.no_grad()`: what it makes could not be written in training, and FSDP keeps the
+    memory it gathers into. `torch.autocast` without its cache, which gives a later micro-batch the cast of a weight
+    whose memory FSDP has given up since.
+    """
+    cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():
+                yield
+        else:
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(cached)
 
 
 def _without_effect(plan: Plan) -> Iterator[str]:

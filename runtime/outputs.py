@@ -17,6 +17,7 @@ from autopar.errors import AutoparError
 from autopar.graph_walks import outputs_of
 from autopar.ir import TracedModel
 from autopar.runtime.collectives import convert
+from autopar.runtime.judge import StepJudge
 from autopar.runtime.reducer import GradientReducer
 from autopar.runtime.tokens import TokenCounter, divided
 from autopar.runtime.world import World
@@ -34,9 +35,11 @@ class WholeForward:
         world: World,
         tokens: TokenCounter,
         reducer: GradientReducer,
+        judge: StepJudge,
     ) -> None:
         self._graph = graph
         self._traced, self._world, self._tokens, self._reducer = traced, world, tokens, reducer
+        self._judge = judge if judge.looks else None
         self._batch_dims, self._sequence_dims = _dims_of(traced, traced.batch), _dims_of(traced, traced.seq)
         outputs = outputs_of(traced.graph_module.graph)
         # A loss function may return what is an output already.
@@ -50,7 +53,7 @@ class WholeForward:
                 dim = self._sequence_dims[i]
                 if length is not None and dim is not None:
                     value = value.narrow(dim, 0, length)
-                outputs[i] = self._reducer.reduce_after_backward(self._across_dp(i, value, inputs))
+                outputs[i] = self._reducer.reduce_after_backward(self._across_dp(i, value, inputs), self._judge)
         return pytree.tree_unflatten(outputs, self._traced.out_spec)
 
     def _across_dp(self, i: int, value: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:

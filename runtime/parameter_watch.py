@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from autopar.errors import AutoparError
-from autopar.runtime.agreement import raise_alike
+from autopar.runtime.agreement import Agreement
 from autopar.runtime.state import LocalState
 from autopar.runtime.world import World
 
@@ -36,16 +36,22 @@ class ParameterWatch:
         reduces = self._replaced or not world.alone
         self._frozen = {name: p for name, p in held.items() if reduces and not p.requires_grad}
         self._world = world
-        watched = torch.tensor(len(self._replaced) + len(self._frozen), device=world.device)
-        self._agrees = not world.alone and int(world.sum(watched, "pp")) > 0
+        watched = torch.tensor([len(self._replaced), len(self._frozen)], device=world.device)
+        hooked, thawed = world.sum(watched, "pp").tolist()
+        self._watches = hooked + thawed > 0
+        # A thawed parameter has collectives of its own under FSDP, and messages of its own between stages.
+        self._at_once = world.alone or world.size("pp") > 1 or thawed > 0
 
-    def check(self) -> None:
-        """Raise AutoparError for hooks that nothing calls, and for parameters that were frozen and are not any more."""
-        error = next(self._errors(), None)
-        if self._agrees:
-            raise_alike(error, self._world)
-        elif error is not None:
-            raise error
+    def check(self) -> Agreement | None:
+        """Look for hooks that nothing calls, and for parameters that were frozen and are not any more: AutoparError on
+        every rank. If that is in nobody's way, it comes from `answer` of what is returned, at the end of the step."""
+        if not self._watches:
+            return None
+        found = Agreement(next(self._errors(), None), self._world)
+        if not self._at_once:
+            return found
+        found.answer()
+        return None
 
     def _errors(self) -> Iterator[AutoparError]:
         for name, (p, before) in self._replaced.items():

@@ -99,7 +99,14 @@ class RunningProgram:
             judge=shared.judge,
         )
         self.call = CalledModel(
-            plan, program.traced, program.whole, self._localize, world=world, intake=intake, reducer=self.reducer
+            plan,
+            program.traced,
+            program.whole,
+            self._localize,
+            world=world,
+            intake=intake,
+            reducer=self.reducer,
+            judge=shared.judge,
         )
 
     def _localize(self, stage: StageGraph) -> fx.GraphModule:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from autopar.plan import BUCKET_BYTES
 from autopar.runtime.clock import waiting
 from autopar.runtime.collectives import widened
 from autopar.runtime.gradient_bucket import GradientBucket, cut_into_buckets, has_own_memory
+from autopar.runtime.judge import StepJudge
 from autopar.runtime.sharding import local_part
 
 __all__ = ["GradientReducer", "GroupSum", "mark_backward", "sum_gradients"]
@@ -205,27 +207,29 @@ class GradientReducer:
             p.grad = self._earlier.get(p)
         self._earlier = {}
 
-    def reduce_after_backward(self, output: Tensor) -> Tensor:
-        """`output` itself; the backward pass that starts from it is reduced, without `begin` and `finish`.
+    def reduce_after_backward(self, output: Tensor, judge: StepJudge | None = None) -> Tensor:
+        """`output` itself; the backward pass that starts from it is reduced, without `begin` and `finish`, and judged.
 
         For users who call `loss.backward()` themselves.
         """
-        if self.idle or not output.requires_grad:
+        if not output.requires_grad or (self.idle and judge is None):
             return output
-        return mark_backward(output, self._around_backward)
+        return mark_backward(output, partial(self._around_backward, judge))
 
-    def _around_backward(self) -> None:
+    def _around_backward(self, judge: StepJudge | None) -> Tensor | None:
+        """The factor of what the user's loss sends back."""
         # Several outputs may be marked. A pass that an error ended never came to its end.
         current = torch._C._current_graph_task_id()
         if current != self._backward or not self._active:
             self.abandon()
             self._backward = current
             self.begin(1)
-            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self.finish, judge))
+        return None if judge is None else judge.scale
 
 
-def mark_backward(x: Tensor, on_backward: Callable[[], None]) -> Tensor:
-    """`x` itself; `on_backward` is called before its gradient goes further down."""
+def mark_backward(x: Tensor, on_backward: Callable[[], Tensor | None]) -> Tensor:
+    """`x` itself; `on_backward` is called before its gradient goes further down, multiplied by what it returns."""
     result: Tensor = _BackwardMarker.apply(x, on_backward)
     return result
 
@@ -234,14 +238,18 @@ class _BackwardMarker(torch.autograd.Function):
     """Identity whose backward, the first thing to run, calls `on_backward`."""
 
     @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, on_backward: Callable[[], None]) -> Tensor:
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx, x: Tensor, on_backward: Callable[[], Tensor | None]
+    ) -> Tensor:
         ctx.on_backward = on_backward  # type: ignore[attr-defined]
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.on_backward()  # type: ignore[attr-defined]
-        return grad, None
+        factor = ctx.on_backward()  # type: ignore[attr-defined]
+        if factor is None:
+            return grad, None
+        return (grad.to(factor.dtype) * factor).to(grad.dtype), None  # the factor itself may be beyond fp16
 
 
 def sum_gradients(group_sum: GroupSum, wide: bool = False) -> None:

@@ -139,7 +139,16 @@ def test_every_axis_in_mixed_precision() -> None:
     run_ranks(2, _alike, timeout_s=200)
 
 
-def _overflow(degrees: Degrees, at: int) -> dict[str, Any]:
+def _run(pm: ParallelModule, called: bool) -> None:
+    """A step, or the user's own backward through the model as a function."""
+    if called:
+        pm(**models.default_batch()).backward()
+        pm.forward(**models.default_batch())  # takes over what there is to tell
+    else:
+        pm.step(models.default_batch())
+
+
+def _overflow(degrees: Degrees, at: int, called: bool = False) -> dict[str, Any]:
     pm = _mixed(_plan(degrees, "fp16"))
     optimizer = pm.optimizer(torch.optim.AdamW, lr=1e-2)
     before = {name: p.detach().clone() for name, p in pm.named_parameters()}
@@ -148,28 +157,28 @@ def _overflow(degrees: Degrees, at: int) -> dict[str, Any]:
     if dist.get_rank() == at:
         last = list(pm._state.copies.of.values())[-1]
         hook = last.register_hook(lambda g: g * float("inf"))
-    pm.step(models.default_batch())
+    _run(pm, called)
     optimizer.step()
     assert all(torch.equal(before[name], p) for name, p in pm.named_parameters())
     assert scale is not None
     assert pm._judge.scale == scale / 2
     if hook is not None:
         hook.remove()
-    pm.step(models.default_batch())
+    _run(pm, called)
     optimizer.step()
     assert any(not torch.equal(before[name], p) for name, p in pm.named_parameters())
     return {"notices": pm.notices, "scale": float(pm._judge.scale)}
 
 
 def _overflows() -> list[dict[str, Any]]:
-    return [_overflow(Degrees(tp=2), 1), _overflow(Degrees(pp=2), 0)]
+    return [_overflow(Degrees(tp=2), 1), _overflow(Degrees(pp=2), 0), _overflow(Degrees(tp=2), 1, called=True)]
 
 
 @pytest.mark.distributed
 def test_nm_04_all_ranks_skip_together() -> None:
     results = run_ranks(2, _overflows, timeout_s=120)
     assert results[0] == results[1]
-    for case, rank in zip(results[0], (1, 0), strict=True):
+    for case, rank in zip(results[0], (1, 0, 1), strict=True):
         assert "step 1: gradients that are not finite" in case["notices"][-1]
         assert f"(rank {rank}" in case["notices"][-1] or f", {rank})" in case["notices"][-1]
         assert case["notices"][-1].endswith("skipped")
@@ -188,6 +197,35 @@ def test_not_finite_gradients_stop_the_run_by_name() -> None:
     assert all(torch.equal(gradient, kept[name]) for name, gradient in earlier.items())
 
 
+def test_a_users_own_backward_is_judged_as_a_step_is() -> None:
+    model, batch = models.tiny_gpt(), models.default_batch()
+    traced = prepare(trace(model, batch))
+    for non_finite in ("skip", "stop"):
+        pm = build(copy.deepcopy(model), traced, _plan(Degrees(), "fp64"), non_finite=non_finite)
+        pm(**batch).backward()
+        earlier = {name: g.clone() for name, g in pm.full_gradients().items() if g is not None}
+        dict(pm.named_parameters())["norm.bias"].register_hook(lambda g: g * float("nan"))
+        if non_finite == "stop":
+            with pytest.raises(AutoparError, match=r"step 2: gradients that are not finite: norm.bias \(rank 0\)"):
+                pm(**batch).backward()
+        else:
+            pm(**batch).backward()
+        kept = pm.full_gradients()
+        assert all(torch.equal(gradient, kept[name]) for name, gradient in earlier.items())
+
+
+def test_fp16_scales_what_a_users_own_loss_sends_back() -> None:
+    """Gradients of 1e-9 are nothing in fp16, and are kept under the factor of the loss."""
+    batch = models.default_batch()
+    pm = _mixed(_plan(Degrees(), "fp16"))
+    expected = _expected_gradients(batch, torch.float16)
+    (pm(**batch) * 1e-5).backward()
+    for name, gradient in pm.full_gradients().items():
+        assert gradient is not None
+        error = (gradient * 1e5 - expected[name]).abs().max() / expected[name].abs().max()
+        assert error < 0.05, f"{name} {error}"
+
+
 def test_in_fp16_an_overflow_stops_a_run_only_when_no_factor_helps() -> None:
     pm = _mixed(_plan(Degrees(), "fp16"), non_finite="stop")
     pm._state.copies.of["norm.bias"].register_hook(lambda g: g * float("inf"))
@@ -196,6 +234,32 @@ def test_in_fp16_an_overflow_stops_a_run_only_when_no_factor_helps() -> None:
         assert pm.notices[-1] == f"step {step}: gradients that are not finite: norm.bias (rank 0); skipped"
     with pytest.raises(AutoparError, match=r"step 17: gradients that are not finite: norm.bias \(rank 0\)"):
         pm.step(models.default_batch())
+
+
+def _under_autocast() -> None:
+    """The cast of a weight that autocast keeps for later micro-batches outlives the weight, which ZeRO gives up."""
+    batch, reference = models.default_batch(), _model()
+    traced = prepare(trace(_model(), batch))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = reference(**batch)
+    loss.backward()
+    for degrees, zero in ((Degrees(dp=2), 0), (Degrees(dp=2), 1), (Degrees(dp=2), 3), (Degrees(tp=2), 0)):
+        plan = _plan(degrees, "fp32", zero).replace(checkpoint={"blocks.*": "full"})
+        pm = build(_model(), traced, plan)
+        with torch.autocast("cpu", torch.bfloat16):
+            pm.step(batch)
+            assert torch.is_autocast_cache_enabled()
+        for name, p in reference.named_parameters():
+            gradient = pm.full_gradients()[name]
+            assert p.grad is not None
+            assert gradient is not None
+            error = (gradient - p.grad).abs().max() / p.grad.abs().max()
+            assert error < 0.05 or name.endswith("qkv.bias"), f"{degrees} {zero} {name} {error}"
+
+
+@pytest.mark.distributed
+def test_autocast_around_a_step_is_that_of_one_process() -> None:
+    run_ranks(2, _under_autocast, timeout_s=150)
 
 
 def _nm_02() -> tuple[list[float], list[float]]:
