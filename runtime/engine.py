@@ -186,6 +186,7 @@ class ParallelModule(nn.Module):
         together (LBFGS) is refused with SpecError where ranks hold some of them. Collective, and so are the steps of
         one that gets whole tensors: every rank steps, or none.
         """
+        only = [only] if isinstance(only, str) else only
         check_patterns([*(groups or {}), *(only or ())], list(self.traced.parameters))
         made = new_optimizer(cls, self._state, self.world, groups or {}, options, only=only)
         self._guard.allow(made.optimizer)

@@ -185,6 +185,12 @@ def _look(guard: ref[OptimizerGuard], optimizer: torch.optim.Optimizer, *_: Any)
 def check_patterns(patterns: Iterable[str], names: list[str]) -> None:
     """Raise SpecError for a pattern that no parameter of the whole model has."""
     for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise SpecError(
+                f"{pattern!r} is no pattern of names",
+                where="pm.optimizer",
+                try_='groups={"*.bias": {"weight_decay": 0.0}}: options by pattern, not torch\'s list of groups',
+            )
         if not any(fnmatchcase(name, pattern) for name in names):
             raise SpecError(
                 f"no parameter matches {pattern!r}", where="pm.optimizer", try_=nearest(pattern, names[:50])

@@ -164,6 +164,9 @@ def _trained() -> None:
         assert torch.equal(value, before[name]) is (name not in trained), name
     with pytest.raises(SpecError, match="no parameter matches '.*gamma'"):
         pm.optimizer(torch.optim.AdamW, groups={"*.gamma": {}})
+    with pytest.raises(SpecError, match="is no pattern of names.*not torch's list of groups"):
+        pm.optimizer(torch.optim.AdamW, groups=[{"params": ["*.up"], "lr": 0.1}])  # type: ignore[arg-type]
+    assert len(pm.optimizer(torch.optim.AdamW, only="*.up").param_groups[-1]["params"]) == len(trained) // 2
     with pytest.raises(SpecError, match="LBFGS reads all parameters together"):
         pm.optimizer(torch.optim.LBFGS)
     _what_ranks_would_not_notice(model, traced, pm, batch)
