@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from autopar import size_command
 from autopar.command_options import parser
 from autopar.errors import AutoparError, SpecError
+from autopar.whole_file import write_whole
 
 if TYPE_CHECKING:
     from autopar.cost_model.search import SearchResult
@@ -186,10 +187,7 @@ def _write(text: str, path: str | None) -> None:
     if path is None:
         print(text, end="")
         return
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise SpecError(f"cannot write the cluster file: {error.strerror}", where=path) from error
+    write_whole(text, path, "the cluster file")
     print(f"cluster file written to {path}")
 
 

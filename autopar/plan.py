@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -36,6 +34,7 @@ from autopar.plan_checks import (
     degrees_from,
     read_json,
 )
+from autopar.whole_file import write_whole
 
 __all__ = [
     "BUCKET_BYTES",
@@ -185,19 +184,7 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON, whole or not at all."""
-        path = Path(path)
-        try:
-            handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        except OSError as error:
-            raise SpecError(f"cannot write the plan: {error.strerror}", where=str(path)) from error
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(self.dumps())
-            os.chmod(temporary, 0o666 & ~_umask())
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        write_whole(self.dumps(), path, "the plan")
 
     @staticmethod
     def loads(text: str, where: str = "plan") -> Plan:
@@ -250,12 +237,6 @@ def _lookup(entries: Mapping[str, Any], path: str, default: Any) -> Any:
     if path in entries:
         return entries[path]
     return next((value for pattern, value in entries.items() if match_path(pattern, path)), default)
-
-
-def _umask() -> int:
-    current = os.umask(0)
-    os.umask(current)
-    return current
 
 
 def _from_data(data: Mapping[str, Any], where: str = "plan") -> Plan:
