@@ -7,6 +7,7 @@ one place, and listed in `assumed`.
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from dataclasses import dataclass, replace
 from functools import cache
@@ -32,11 +33,12 @@ NVLINK_DOMAIN = {"gb200": 72, "gb300": 72}
 NIC_BYTES_PER_S = {"a100-80g": 25e9, "a100-40g": 25e9, "h100": 50e9, "h200": 50e9, "h100-500w": 50e9, "b200": 50e9,
                    "gb200": 50e9, "gb300": 100e9, "v100-32g": 3.125e9}  # fmt: skip
 
-_FP8 = {"mxfp8": "mxfp8", "nvfp4": "nvfp4", "fp8 rowwise": "fp8_rowwise", "fp8-cs": "fp8", "fp8 linears": "fp8",
-        "fp8 tensorwise": "fp8", "fp8": None}  # fmt: skip
+_FP8 = {"mxfp8": "mxfp8", "fp8-mx": "mxfp8", "nvfp4": "nvfp4", "fp8 rowwise": "fp8_rowwise", "fp8-cs": "fp8",
+        "fp8 linears": "fp8", "fp8 tensorwise": "fp8", "fp8": None}  # fmt: skip
 """What a stated precision starts with -> the recipe; None: the one the stack means by it."""
 
-_RECOMPUTE = {"none": "none", "full": "full", "selective": "selective", "op-": "op"}
+_RECOMPUTE = (("none", "none"), ("full", "full"), (r"selective( \(?(attention|core).*)?$", "selective"), ("op-", "op"))
+"""What a stated recomputation starts with -> the mode. "Selective" by layers, as some say, is none of them."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +183,11 @@ def _shape(row: Row, assumed: list[str]) -> BlockShape:
     if vocab % 8 or vocab % tp:  # Megatron pads to 128 x tp; one padding for all, so that layouts stay comparable
         vocab = -(-vocab // 1024) * 1024
         assumed.append(f"vocabulary padded to {vocab}")
-    return BlockShape(row["hidden"], row["heads"], row["kv_heads"], row["ffn"], bool(row["gated_mlp"]), vocab)
+    shape = BlockShape(row["hidden"], row["heads"], row["kv_heads"], row["ffn"], bool(row["gated_mlp"]), vocab)
+    own, stated = (row["layers"] * shape.layer_parameters + vocab * shape.hidden) / 1e9, row.get("params_b")
+    if isinstance(stated, (int, float)) and not 0.5 < own / max(stated, 1e-9) < 2:  # layers left out, or experts
+        assumed.append(f"params_b {stated:g} is not the {own:.3g} of the shape: priced as the shape, without experts")
+    return shape
 
 
 def _cluster(row: Row, traits: StackTraits, assumed: list[str]) -> ClusterSpec:
@@ -234,7 +240,7 @@ def _layout(row: Row, traits: StackTraits, fp8: str | None, assumed: list[str]) 
 
 def _recompute(row: Row, traits: StackTraits, assumed: list[str]) -> str:
     stated = row.get("recompute")
-    found = next((mode for known, mode in _RECOMPUTE.items() if str(stated).lower().startswith(known)), None)
+    found = next((mode for known, mode in _RECOMPUTE if re.match(known, str(stated).lower())), None)
     if stated is not None and found is not None:
         return found
     assumed.append(f"recompute {'not stated' if stated is None else f'{stated!r} is unknown'}: {traits.recompute}")

@@ -24,7 +24,7 @@ _FLAGS = ("sp", "gated_mlp", "oom")
 _NEEDED = ("layers", "hidden", "heads", "seq", "gpu", "n_gpus", "dp", "mbs", "gbs")
 
 _DEVICES = (  # the first whose pattern is found; memory in GiB told apart by the row
-    (r"GB300", "gb300"), (r"GB200", "gb200"), (r"B300", "gb300"), (r"B200", "b200"), (r"H200", "h200"),
+    (r"GB300", "gb300"), (r"GB200", "gb200"), (r"B300", "gb300"), (r"B200", "b200"), (r"(?<!G)H200", "h200"),
     (r"H100.*500W", "h100-500w"), (r"H[18]00(?!.*(PCIE|NVL\b))", "h100"), (r"A[18]00(?!.*PCIE)", "a100"),
     (r"V100", "v100-32g"),
 )  # fmt: skip

@@ -193,6 +193,39 @@ def test_what_a_row_does_not_state_is_listed_as_assumed() -> None:
 
 
 @pytest.mark.parametrize(
+    ("stated", "mode", "said"),
+    [
+        ("selective", "selective", ""), ("selective (attention core)", "selective", ""), ("op-SAC", "op", ""),
+        ("Full", "full", ""), ("selective layer (every 2nd)", "none", "is unknown: none"), (None, "none", "not stated"),
+    ],
+)  # fmt: skip
+def test_a_recomputation_that_is_none_of_ours_is_said_to_be(stated: str | None, mode: str, said: str) -> None:
+    from published_rows import as_run
+
+    run = as_run(ROWS[2] | {"recompute": stated, "framework": "?"})
+    assert run.layout.recompute == mode
+    assert any(said in text for text in run.assumed if "recompute" in text) == bool(said)
+
+
+def test_a_model_of_other_size_than_its_shape_is_said_to_be_priced_as_the_shape() -> None:
+    """Experts, or a proxy of fewer layers: twelve layers of a 70B hold 11 billion."""
+    from published_rows import as_run
+
+    for stated, other in ((11.4, False), (70.6, True), (None, False)):
+        run = as_run(ROWS[2] | {"params_b": stated})
+        assert any("without experts" in text for text in run.assumed) == other
+
+
+def test_names_that_look_like_others_are_told_apart() -> None:
+    from published_rows import as_run
+    from row_prices import prepare_rows
+
+    assert as_run(ROWS[2] | {"precision": "FP8-MX"}).layout.fp8 == "mxfp8"
+    _, refused = prepare_rows([ROWS[2] | {"gpu": "GH200-96G", "gpu_mem_gb": 96}])
+    assert "unknown device 'GH200-96G'" in refused["b200/tp2"]
+
+
+@pytest.mark.parametrize(
     ("content", "reason"),
     [
         (b"", "holds no rows"), (b"\n \n", "holds no rows"), (b"\x7fELF\x02\xff\xfe", "not UTF-8 text"),
