@@ -17,13 +17,14 @@ from autopar.errors import SpecError
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-@pytest.mark.parametrize("micro_batches", [8, 16, 24])
+@pytest.mark.parametrize("micro_batches", [1, 3, 8, 10, 12, 16, 24])
 @pytest.mark.parametrize(
     ("schedule", "virtual"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zero-bubble", 1)]
 )
 def test_equal_stages_take_what_the_closed_form_says(
     schedule: str, virtual: int, ranks: int, micro_batches: int
 ) -> None:
+    """Filled rounds, rounds longer than the pipeline (10 over 4), and fewer micro-batches than ranks."""
     stage = StageTime(1.0, 2.0, 0.9)
     timeline = simulate(schedule, [stage] * (ranks * virtual), micro_batches, virtual_stages=virtual)
     assert timeline.step_s == pytest.approx(closed_form_s(schedule, stage, ranks, micro_batches, virtual), rel=0.01)
@@ -78,6 +79,28 @@ def test_1f1b_never_takes_longer_than_the_sum_form(
     step_s = simulate("1f1b", stages, micro_batches, send_s=send_s).step_s
     assert step_s <= (micro_batches - 1) * max(whole) + sum(whole) + 1e-9
     assert step_s >= micro_batches * max(f + b for f, b in times) - 1e-9
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(
+    schedule=st.sampled_from([("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("interleaved", 3), ("zero-bubble", 1)]),
+    slower=st.lists(st.floats(0.8, 1.25), min_size=12, max_size=12),
+    ranks=st.integers(2, 4), rounds=st.integers(1, 4),
+)  # fmt: skip
+def test_unequal_stages_take_about_what_the_search_takes_them_for(
+    schedule: tuple[str, int], slower: list[float], ranks: int, rounds: int
+) -> None:
+    """(m - 1/v) of the slowest rank and 1/v of all, put-off weight halves outside: not below a schedule without
+    chunks, whose stages all keep one ratio of forward to backward; within a fifth of one with them."""
+    (name, virtual), m = schedule, ranks * rounds
+    split = name == "zero-bubble"
+    stages = [StageTime(k, 2 * k, 0.9 * k if split else 0.0) for k in slower[: ranks * virtual]]
+    whole = [sum(3 * k for k in slower[r : ranks * virtual : ranks]) for r in range(ranks)]
+    put_off = [2 * 0.9 * k if split else 0.0 for k in slower[:ranks]]
+    taken = (m - 1 / virtual) * max(whole) + (sum(whole) - sum(put_off)) / virtual + max(put_off)
+    step_s = simulate(name, stages, m, virtual_stages=virtual).step_s
+    assert step_s >= m * max(whole) * (1 - 1e-9)
+    assert step_s <= taken * (1 + 1e-9) if virtual == 1 else abs(step_s / taken - 1) < 0.2
 
 
 def test_sends_lie_between_the_stages() -> None:
