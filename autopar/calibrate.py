@@ -195,21 +195,21 @@ def _fit_level(name: str, inside: int, span: int, samples: Sequence[Sample]) -> 
     """From the groups that cross the level and no further one; they have `inside` members in each unit below it."""
     crossing = [s for s in samples if inside < s.ranks <= span and s.kind in COLLECTIVES]
     kinds = ((kind, [s for s in crossing if s.kind == kind]) for kind in COLLECTIVES)
-    rates = tuple((kind, _fit_rate(own, cards_used(kind, inside))) for kind, own in kinds if own)
+    rates = tuple((kind, _fit_rate(own, inside)) for kind, own in kinds if own)
     return Level(name, span, _fit_rate(crossing, inside), rates)
 
 
-def _fit_rate(samples: Sequence[Sample], cards: int) -> Rate:
+def _fit_rate(samples: Sequence[Sample], inside: int) -> Rate:
     """Least squares of the errors' logarithms in latency and seconds per byte, neither below zero: half as long is as
-    wrong as twice as long. Each round is linear around the fit of the last one. `cards` share the bytes."""
+    wrong as twice as long. Each round is linear around the fit of the last one. `inside`: see `_fit_level`."""
     latency, per_byte = _FIRST_GUESS
     seconds = np.array([s.seconds for s in samples])
     fitted = seconds
     for _ in range(_FIT_ROUNDS):
-        rows = np.array([_terms(s, cards, latency, per_byte) for s in samples])
+        rows = np.array([_terms(s, inside, latency, per_byte) for s in samples])
         aim = fitted * (1 + np.clip(np.log(seconds / fitted), -_MOST_STEP, _MOST_STEP))
         latency, per_byte = _non_negative_fit(rows, aim, fitted)
-        fitted = np.array([_seconds(s, cards, latency, per_byte) for s in samples])
+        fitted = np.array([_seconds(s, inside, latency, per_byte) for s in samples])
     return Rate(1.0 / per_byte, latency, float(np.median(np.abs(fitted / seconds - 1))))
 
 
@@ -225,15 +225,16 @@ def _non_negative_fit(rows: Array, seconds: Array, scale: Array) -> tuple[float,
     return float(latency), float(per_byte)
 
 
-def _seconds(sample: Sample, cards: int, latency: float, per_byte: float) -> float:
+def _seconds(sample: Sample, inside: int, latency: float, per_byte: float) -> float:
+    cards = cards_used(sample.kind, sample.ranks, inside)
     return GroupCost(sample.ranks, cards / per_byte, latency).seconds(sample.kind, sample.amount)
 
 
-def _terms(sample: Sample, cards: int, latency: float, per_byte: float) -> tuple[float, float]:
+def _terms(sample: Sample, inside: int, latency: float, per_byte: float) -> tuple[float, float]:
     """(messages, bytes through one card) that a rank waits for at such a rate, by which an all-reduce is a ring or a
     tree: the derivatives of its time."""
-    here = _seconds(sample, cards, latency, per_byte)
-    nbytes = (_seconds(sample, cards, latency, per_byte * (1 + _NUDGE)) - here) / (per_byte * _NUDGE)
+    here = _seconds(sample, inside, latency, per_byte)
+    nbytes = (_seconds(sample, inside, latency, per_byte * (1 + _NUDGE)) - here) / (per_byte * _NUDGE)
     return (here - per_byte * nbytes) / latency, nbytes
 
 

@@ -1,12 +1,13 @@
 """Seconds a collective takes: alpha-beta per level of the network, groups placed where the mesh puts them.
 
 Bytes are always those of the whole, unsharded tensor (N). Per rank a ring moves 2 N (n-1)/n for an all-reduce,
-N (n-1)/n for all-gather and reduce-scatter, N (n-1)/n^2 for an all-to-all, and pays one latency per step. A group that
-spans several units of a level (nodes) has k members in each, so k network cards: its flow over that level is divided by
-k, and the slowest level it crosses sets the pace (as NCCL's parallel rings do). `bandwidth` of a link is per device
-with all devices talking, which is the case for every axis of an SPMD mesh, so `shared_by` needs no further division.
-Where a link has measured figures of a collective, those take the place of its own; a send and a rank's part of an
-all-to-all pass through that rank's card alone, and figures of them are taken so.
+N (n-1)/n for all-gather and reduce-scatter, N (n-1)/n^2 for an all-to-all, and pays one latency per step. The slowest
+level a group crosses sets the pace. A group that spans several units of a level (nodes) has k members in each, so k
+network cards, which share the flow of a ring (NCCL's parallel rings). A rank's part of an all-to-all passes through its
+own card, but only what goes to the n - k ranks of other units; a send through one card, whole. A stage of a pipeline
+has two neighbours, and where a node holds several stages only one of them is behind that card. `bandwidth` of a link is
+per device with all devices talking, which is the case for every axis of an SPMD mesh, so `shared_by` needs no further
+division. Where a link has measured figures of a collective, those take the place of its own.
 """
 
 from __future__ import annotations
@@ -23,16 +24,19 @@ __all__ = ["LOCAL_KINDS", "GroupCost", "cards_used", "group_cost"]
 LOCAL_KINDS = frozenset({"none", "slice", "pad", "keep_first"})
 """Parts of a conversion that move nothing."""
 
-_ONE_CARD = frozenset({"all_to_all", "send"})
-"""Kinds that no ring divides among the cards of a node. Under a link's own figures, which the constants were fitted
-with, they are divided all the same: a preset is too fast for a ring of cp with several members in a node."""
+_NO_RINGS = frozenset({"all_to_all", "send"})
+"""Kinds that do not flow through all cards of a node alike."""
+
+_Rate = tuple[float, float]
+"""bytes/s, seconds a message."""
 
 
 @dataclass(frozen=True)
 class GroupCost:
     """Communication cost of one group of `size` ranks; all methods take whole-tensor bytes and return seconds.
 
-    own    (kind, bytes/s, seconds a message) of collectives that have figures of their own
+    own        (kind, bytes/s, seconds a message) of collectives whose figures are not those of a ring
+    near_send  bytes/s and seconds of a send to the nearer of a rank's two neighbours; None: as far as the other
     """
 
     size: int
@@ -40,9 +44,10 @@ class GroupCost:
     latency_s: float
     reduces_in_network: bool = False
     own: tuple[tuple[str, float, float], ...] = ()
+    near_send: _Rate | None = None
 
     def seconds(self, kind: str, whole_bytes: float) -> float:
-        """`kind` is a collective of `autopar.placement.CONVERSIONS`, or "send" (whole_bytes over one hop)."""
+        """`kind` is a collective of `autopar.placement.CONVERSIONS`, or "send" (whole_bytes over the longest hop)."""
         if self.size == 1 or kind in LOCAL_KINDS:
             return 0.0
         n, (bytes_per_s, latency_s) = self.size, self._rate(kind)
@@ -56,11 +61,23 @@ class GroupCost:
             return whole_bytes / bytes_per_s + latency_s
         raise ValueError(f"unknown collective {kind!r}")
 
+    def between_neighbours(self, nbytes: float) -> float:
+        """Seconds of a message of so many bytes from each of a rank's two neighbours, one after the other."""
+        if self.near_send is None:
+            return 2 * self.seconds("send", nbytes)
+        bytes_per_s, latency_s = self.near_send
+        return self.seconds("send", nbytes) + nbytes / bytes_per_s + latency_s
+
+    def comes_back(self, passes: float, memory_bytes_per_s: float) -> float:
+        """Part of the time of collectives that hide behind compute by which they slow it down, if each byte that a rank
+        moves goes so often through its memory: a slow network leaves most of a memory's bandwidth to the rest."""
+        return min(1.0, passes * self.bytes_per_s / memory_bytes_per_s) if self.size > 1 else 0.0
+
     def in_messages(self, kind: str, whole_bytes: float, messages: int) -> float:
         """Seconds of `whole_bytes` in so many equal collectives, one after the other."""
         return messages * self.seconds(kind, whole_bytes / messages) if messages else 0.0
 
-    def _rate(self, kind: str) -> tuple[float, float]:
+    def _rate(self, kind: str) -> _Rate:
         for name, bytes_per_s, latency_s in self.own:
             if name == kind:
                 return bytes_per_s, latency_s
@@ -94,12 +111,14 @@ def group_cost(cluster: ClusterSpec, degrees: Degrees, axis: str) -> GroupCost:
 def _group_cost(links: tuple[LinkSpec, ...], size: int, stride: int) -> GroupCost:
     if size == 1:
         return GroupCost(1, math.inf, 0.0)
-    crossed, reduces = _crossed(links, size * stride, stride), True
-    for link, _ in crossed:
-        reduces = reduces and link.in_network_reduction
+    crossed = _crossed(links, size * stride, stride)
+    reduces = all(link.in_network_reduction for link, _ in crossed)
     kinds = {own.kind for link, _ in crossed for own in link.collectives}
-    own = tuple((kind, *_slowest(crossed, kind)) for kind in sorted(kinds))
-    return GroupCost(size, *_slowest(crossed, ""), reduces, own)
+    if any(members > 1 for _, members in crossed):
+        kinds |= _NO_RINGS
+    own = tuple((kind, *_slowest(crossed, kind, size)) for kind in sorted(kinds))
+    near = _slowest(crossed[:-1], "send", size) if crossed[-1][1] > 1 and len(crossed) > 1 else None
+    return GroupCost(size, *_slowest(crossed, "", size), reduces, own, near)
 
 
 def _crossed(links: tuple[LinkSpec, ...], extent: int, stride: int) -> list[tuple[LinkSpec, int]]:
@@ -114,20 +133,21 @@ def _crossed(links: tuple[LinkSpec, ...], extent: int, stride: int) -> list[tupl
     return found
 
 
-def _slowest(crossed: list[tuple[LinkSpec, int]], kind: str) -> tuple[float, float]:
-    """(bytes/s, seconds a message) of a collective; "" for the links' own figures."""
+def _slowest(crossed: list[tuple[LinkSpec, int]], kind: str, size: int) -> _Rate:
+    """Of one kind of collective over levels, each with members of the group in a unit below it; "" for a ring's."""
     slowest, latency_s = math.inf, 0.0
-    for link, members_per_unit in crossed:
+    for link, members in crossed:
         bandwidth, latency = link.rate(kind)
-        measured = any(own.kind == kind for own in link.collectives)
-        cards = cards_used(kind, members_per_unit) if measured else members_per_unit
-        slowest, latency_s = min(slowest, bandwidth * cards), max(latency_s, latency)
+        slowest, latency_s = min(slowest, bandwidth * cards_used(kind, size, members)), max(latency_s, latency)
     return slowest, latency_s
 
 
-def cards_used(kind: str, members_per_unit: int) -> int:
-    """Links of a level that a measured collective's flow is divided among, if its group has so many members a unit."""
-    return 1 if kind in _ONE_CARD else members_per_unit
+def cards_used(kind: str, size: int, members: int) -> float:
+    """Over how many links of a level a rank's flow of a collective spreads, of a group of `size` that has so many
+    members in each unit below the level. An all-to-all: how many times less than all of it crosses the level."""
+    if kind == "send":
+        return 1.0
+    return (size - 1) / (size - members) if kind == "all_to_all" else members
 
 
 def _fits(extent: int, span: int) -> bool:

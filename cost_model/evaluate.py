@@ -66,7 +66,7 @@ class Evaluator:
         self._sharding = ShardingBounds(
             cluster, recipe, pins, trained=self._trained_count, frozen=self._frozen_count,
             layers=len(prices.traced.layers), bytes_per_s=prices.machine.bytes_per_s,
-            back=self._constants["zero3_slowdown"],
+            passes=self._constants["zero3_traffic"],
         )  # fmt: skip
         self._whole_s: dict[tuple[int, bool], _KnownPrices] = defaultdict(_KnownPrices)
         self._singles: dict[int, tuple[float, float]] = {}
@@ -282,7 +282,7 @@ class Evaluator:
         if d.pp == 1:
             return 0.0, 0.0
         border = self.prices.border_bytes(partition.micro_batch, d.cp) / (d.tp if partition.sequence_sharding else 1)
-        both_s = 2 * group_cost(self.cluster, d, "pp").seconds("send", border)
+        both_s = group_cost(self.cluster, d, "pp").between_neighbours(border)
         hidden = self._constants["pp_hidden"] if "pp_send" in self.cluster.stack.overlap else 0.0
         return both_s * (1 - hidden), both_s
 

@@ -15,7 +15,7 @@ import math
 from dataclasses import dataclass
 
 from autopar.cost_model.candidates import Partition, zero_levels
-from autopar.cost_model.comm_cost import group_cost
+from autopar.cost_model.comm_cost import GroupCost, group_cost
 from autopar.cost_model.memory import Recipe, frozen_bytes, state_bytes
 from autopar.cost_model.own_stack import own_traits
 from autopar.mesh import Degrees
@@ -36,16 +36,16 @@ class _Level:
 
 
 class ShardingBounds:
-    """`trained` and `frozen` are the parameters of the model, `layers` the number of its layers; `back` is the part of
-    hidden traffic that slows down what it hides behind."""
+    """`trained` and `frozen` are the parameters of the model, `layers` the number of its layers; `passes`: how often a
+    byte that hidden collectives move goes through a memory of `bytes_per_s`."""
 
     def __init__(
         self, cluster: ClusterSpec, recipe: Recipe, pins: Pins, *, trained: int, frozen: int, layers: int,
-        bytes_per_s: float, back: float,
+        bytes_per_s: float, passes: float,
     ) -> None:  # fmt: skip
         self._cluster, self._recipe, self._pins = cluster, recipe, pins
         self._trained, self._frozen, self._layers = trained, frozen, max(1, layers)
-        self._bytes_per_s, self._back = bytes_per_s, back
+        self._bytes_per_s, self._passes = bytes_per_s, passes
         self._room = cluster.device.memory_bytes - cluster.device.reserved_bytes
         self._spans = tuple(link.span for link in cluster.links)
         self._levels: dict[tuple[Degrees, bool], list[_Level]] = {}
@@ -80,19 +80,20 @@ class ShardingBounds:
         if zero < 2:
             accumulated = 0.0 if single else 2 * traits.gradient_bytes + self._recipe.parameter_bytes
             return _Level(held, self._trained / d.tp * accumulated / self._bytes_per_s)
-        moved_s = self._moved_s(d, zero, shard)
+        ranks = group_cost(self._cluster, Degrees(pp=d.pp, tp=d.tp, cp=shard, dp=d.dp * d.cp // shard), "cp")
+        moved_s = self._moved_s(d, zero, ranks)
         if "dp" not in traits.overlap:
             return _Level(held, moved_s)
-        # `StepPrice._sharded_s`: sums of max(0, c - w) + back min(c, w) are least where all of w is together; where w
-        # holds communication that is hidden itself, it is longer than what it adds to a step
+        # `StepPrice._behind_s`: sums of max(0, c - w) + back min(c, w) of equal back are least where all of w is
+        # together; where w holds communication that is hidden itself, it is longer than what it adds to a step
         overlaps_tp = d.tp > 1 and not {"tp_ring", "tp_linear"}.isdisjoint(self._cluster.stack.overlap)
-        return _Level(held, self._back * moved_s, moved_s, 0.0 if overlaps_tp else 1 - self._back)
+        back = ranks.comes_back(self._passes, self._bytes_per_s)
+        return _Level(held, back * moved_s, moved_s, 0.0 if overlaps_tp else 1 - back)
 
-    def _moved_s(self, d: Degrees, zero: int, shard: int) -> float:
+    def _moved_s(self, d: Degrees, zero: int, ranks: GroupCost) -> float:
         """Seconds of reductions and gathers of one micro-batch, all layers."""
         recipe, each = self._recipe, self._layers * d.tp
         wide = recipe.master_bytes or recipe.parameter_bytes
-        ranks = group_cost(self._cluster, Degrees(pp=d.pp, tp=d.tp, cp=shard, dp=d.dp * d.cp // shard), "cp")
         moved_s = ranks.seconds("reduce_scatter", self._trained / each * wide)
         if zero == 3:
             held = self._trained + self._frozen

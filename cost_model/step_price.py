@@ -100,7 +100,7 @@ class StepPrice:
             "backward": price.backward_s,
             "recompute": again_s,
             "tp": self.tp_exposed * (tp_s - self._behind_weights_s(price, shares)),
-            "cp": self._exchange_s(unit, shares, again=mode in ("full", "selective")),
+            "cp": self._exchange_s(unit, shares, mode),
             "dp": self._sharded_s(unit, again_s),
             "accumulation": self._accumulation_s(unit.trained),
         }
@@ -127,10 +127,8 @@ class StepPrice:
             return 0.0
         cut = self.traits.scatters_stage_outputs and not self.layout.sequence_sharding
         tp = self.layout.degrees.tp if cut else 1
-        one = self.pp_group.seconds("send", border_bytes / tp)
-        if tp > 1:
-            one += self.tp_group.seconds("all_gather", border_bytes)
-        return 2 * one
+        gather_s = self.tp_group.seconds("all_gather", border_bytes) if tp > 1 else 0.0
+        return self.pp_group.between_neighbours(border_bytes / tp) + 2 * gather_s
 
     def weights_s(self, unit: Unit) -> float:
         """Weight gradients of a unit, which zero-bubble puts off."""
@@ -155,11 +153,16 @@ class StepPrice:
             return 0.0
         return self.constants["tp_linear_hidden"] * min(price.backward_reduction_s, shares.weights_s)
 
-    def _exchange_s(self, unit: Unit, shares: _Shares, *, again: bool) -> float:
-        """Exposed exchange of a layer's attention over cp, forward and backward."""
-        work = (shares.attention_forward_s, shares.attention_backward_s)
-        return exchange_s(self.layout.cp_exchange, self.cp_group, self.constants["cp_hidden"], unit.key_value_bytes,
-                          unit.query_bytes, work, again=again)  # fmt: skip
+    def _exchange_s(self, unit: Unit, shares: _Shares, mode: str) -> float:
+        """Exposed exchange of a layer's attention over cp, forward and backward. A second run of the attention core
+        alone ends, where it stops early, before the result's exchange, which keeps nothing."""
+        work, again = (shares.attention_forward_s, shares.attention_backward_s), mode in ("full", "selective")
+        kind, queries = self.layout.cp_exchange, unit.query_bytes
+        seconds = exchange_s(kind, self.cp_group, self.constants["cp_hidden"], unit.key_value_bytes, queries, work,
+                             again=again)  # fmt: skip
+        if kind == "all_to_all" and mode == "selective" and self.traits.stops_early:
+            seconds -= self.cp_group.seconds("all_to_all", queries * self.cp_group.size)
+        return seconds
 
     def _accumulation_s(self, parameters: float) -> float:
         """Adding a micro-batch's weight gradients to those of the step. Inside the matmul it costs a read and a write
@@ -177,15 +180,24 @@ class StepPrice:
             return 0.0
         price, gathered = unit.price, unit.parameters if zero == 3 else unit.trained
         gather_s = self.shard_group.seconds("all_gather", gathered * self._gather_bytes)
-        reduce_s = self._scatter_s(unit.trained, 0.0 if self.traits.sums_replicas_once else 1.0)
+        reduce_s = self.shard_group.seconds("reduce_scatter", unit.trained * self.traits.reduce_bytes)
+        between_s = 0.0 if self.traits.sums_replicas_once else self._between_replicas_s(unit.trained)
+        in_forward = 0.0 if zero == 2 and self.traits.keeps_gathered else gather_s
+        in_backward = reduce_s + (gather_s if zero == 3 else 0.0)
+        if not self.hides_dp:
+            return in_forward + in_backward + between_s
         forward_s = price.forward_s + price.forward_communication_s
         backward_s = price.backward_s + price.backward_communication_s + again_s
-        in_forward = 0.0 if zero == 2 and self.traits.keeps_gathered else gather_s
-        phases = [(in_forward, forward_s), (reduce_s + (gather_s if zero == 3 else 0.0), backward_s)]
-        if not self.hides_dp:
-            return sum(comm for comm, _ in phases)
-        back = self.constants["zero3_slowdown"]
-        return sum(max(0.0, comm - work) + back * min(comm, work) for comm, work in phases)
+        shards, replicas = self.shard_group, self.replica_group
+        return self._behind_s(forward_s, (in_forward, shards)) + self._behind_s(
+            backward_s, (in_backward, shards), (between_s, replicas)
+        )
+
+    def _behind_s(self, work_s: float, *collectives: tuple[float, GroupCost]) -> float:
+        """What collectives add to the work that they hide behind: what is longer than it, and what the rest slows."""
+        passes, whole_s = self.constants["zero3_traffic"], sum(seconds for seconds, _ in collectives)
+        back_s = sum(s * group.comes_back(passes, self.machine.bytes_per_s) for s, group in collectives)
+        return back_s if whole_s <= work_s else whole_s - work_s + back_s * work_s / whole_s
 
     # --- once a step --------------------------------------------------------------------------------------------------
 
@@ -290,9 +302,12 @@ def exchange_s(
     if kind == "all_gather":
         gather_s, scatter_s = (group.seconds(kind, keys * group.size) for kind in ("all_gather", "reduce_scatter"))
         return (2 + again) * gather_s + scatter_s
-    ring_s = (group.size - 1) * group.seconds("send", keys)
-    hidden *= (group.size - 1) / group.size
-    passes = [(1 + again, ring_s, work[0]), (1, 2 * ring_s, work[1])]
+    hop_s, steps = group.seconds("send", keys), group.size - 1
+    hidden *= steps / group.size
+    passes = [
+        (1 + again, steps * hop_s, work[0]),
+        (1, (2 * steps + 1) * hop_s, work[1]),
+    ]  # gradients go all the way home
     return sum(n * (comm - min(comm, seconds) * hidden) for n, comm, seconds in passes)
 
 

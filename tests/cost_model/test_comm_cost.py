@@ -77,8 +77,8 @@ latency = "10us"
 
 
 def test_figures_of_one_collective_on_one_level_only(tmp_path: Path) -> None:
-    """Two nodes of four. A measured send passes through one card, however many ranks of its group a node has; all else
-    goes by the link, and so does a send inside a node."""
+    """Two nodes of four. A send passes through one card, however many ranks of its group a node has; a send inside a
+    node, and all else, goes by the link."""
     path = tmp_path / "cluster.toml"
     path.write_text(TWO_LEVELS, encoding="utf-8")
     cluster = ClusterSpec.load(path)
@@ -100,8 +100,41 @@ def test_the_slowest_level_counts_for_each_collective() -> None:
                      collectives=(CollectiveSpec(kind="send", bandwidth=20 * GB, latency=9e-6),))  # fmt: skip
     cluster = replace(preset("dgx-h100", 1), num_devices=4, links=(inner, outer))
     group = group_cost(cluster, Degrees(tp=4), "tp")
-    assert group.own == (("all_gather", 10 * GB, 7e-6), ("send", 20 * GB, 9e-6))
+    half = 40 * GB * 3 / 2  # of three parts that a rank sends, two leave the pair
+    assert group.own == (("all_gather", 10 * GB, 7e-6), ("all_to_all", half, 5e-6), ("send", 20 * GB, 9e-6))
     assert (group.bytes_per_s, group.latency_s) == (80 * GB, 5e-6)  # two cards a node
+
+
+def test_what_crosses_nodes_is_counted_card_by_card() -> None:
+    """Two nodes of eight; a group of 16, of 8 that has four members in each node, and of 2, one in each."""
+    cluster = preset("dgx-h100", 2)
+    card, inside = (link.bandwidth * link.efficiency for link in reversed(cluster.links))
+    for degrees, members in ((Degrees(cp=16), 8), (Degrees(cp=8, tp=2), 4), (Degrees(cp=2, tp=8), 1)):
+        group, n = group_cost(cluster, degrees, "cp"), 2 * members
+        part_out = 16 * GB / n * members / n  # of its nth, to the ranks of the other node
+        assert group.seconds("all_to_all", 16 * GB) == pytest.approx(part_out / min(card, inside), rel=0.01)
+        assert group.seconds("send", GB) == pytest.approx(GB / card, rel=1e-3)
+
+
+def test_a_stage_receives_across_nodes_from_one_side_only() -> None:
+    """Four stages, two a node: each has a neighbour beside it and one in the other node. One a node: both are away."""
+    cluster = preset("dgx-h100", 4)
+    card, inside = (link.bandwidth * link.efficiency for link in reversed(cluster.links))
+    beside = group_cost(cluster, Degrees(tp=4, pp=8), "pp").between_neighbours(GB)
+    assert beside == pytest.approx(GB / card + GB / inside, rel=1e-3)
+    away = group_cost(cluster, Degrees(tp=8, pp=4), "pp").between_neighbours(GB)
+    assert away == pytest.approx(2 * GB / card, rel=1e-3)
+    within = group_cost(cluster, Degrees(tp=8, pp=4), "tp").between_neighbours(GB)
+    assert within == pytest.approx(2 * GB / inside, rel=1e-3)
+
+
+def test_hidden_traffic_slows_compute_by_the_memory_it_takes() -> None:
+    cluster = preset("dgx-h100", 4)
+    slow, fast = (group_cost(cluster, Degrees(tp=tp, dp=32 // tp), "dp") for tp in (8, 1))
+    assert slow.comes_back(5, 3e12) == pytest.approx(5 * slow.bytes_per_s / 3e12)
+    assert fast.comes_back(5, 3e12) == pytest.approx(5 * fast.bytes_per_s / 3e12)
+    assert fast.comes_back(5, 1e11) == 1.0  # no more than the collective itself
+    assert group_cost(cluster, Degrees(tp=32), "dp").comes_back(5, 3e12) == 0.0
 
 
 def test_equal_messages_pay_latency_each() -> None:

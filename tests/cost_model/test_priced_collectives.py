@@ -1,8 +1,9 @@
-"""What a step is priced for over tp is what `step_collectives` counts, and dry runs prove: kind, bytes and times."""
+"""What a step is priced for is what `step_collectives` counts, and dry runs prove: kind, bytes and times."""
 
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
@@ -10,13 +11,15 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from autopar import passes
 from autopar.cost_model.block_layout import BACKWARD, FORWARD, FORWARD_ONLY, ONCE_A_STEP
 from autopar.cost_model.candidates import settings_of
+from autopar.cost_model.comm_cost import group_cost
 from autopar.cost_model.search import Run, search
 from autopar.cost_model.setting_price import SettingPrice
 from autopar.cost_model.step_collectives import step_collectives
 from autopar.ir import TracedModel
+from autopar.mesh import Degrees
 from autopar.passes import prepare
 from autopar.plan import Plan
-from autopar.specs import ClusterSpec, Pins, TrainSpec
+from autopar.specs import ClusterSpec, LinkSpec, Pins, TrainSpec
 from autopar.trace import trace
 from tests import models
 
@@ -69,3 +72,32 @@ def _price_of(plan: Plan, run: Run, pins: Pins) -> SettingPrice:
     return run.evaluator.price(
         next(s for s in settings if (s.schedule, s.virtual_stages, s.zero, s.micro_batch) == chosen)
     )
+
+
+FREE = LinkSpec(name="loopback", span=12, bandwidth=1e9, latency=0.0, efficiency=1.0)
+"""No latency, so that a price is the bytes that cross: messages may be cut in any way."""
+
+
+@pytest.mark.parametrize(("mode", "zero"), [("none", 0), ("selective", 1), ("full", 3)])
+@pytest.mark.parametrize("exchange", ["ring", "all-gather", "all-to-all"])
+def test_cp_dp_and_pp_take_what_is_counted(traced: TracedModel, exchange: str, mode: str, zero: int) -> None:
+    """On a machine that hides nothing, seconds of a step's exchanges, sums and gathers and of a middle stage's messages
+    are those of the collectives that dry runs find, one by one."""
+    cluster = replace(ClusterSpec.preset("local", 12), links=(FREE,))
+    train = TrainSpec(global_batch=16, seq_len=16, precision="fp32")
+    pins = Pins.parse(
+        f"cp=2 pp=3 dp=2 microbatch=2 zero={zero} context_parallel={exchange} checkpoint={mode} schedule=1f1b "
+        "checkpoint_segment=1".split()
+    )
+    plan = search(traced, cluster, train, pins).plan
+    price = _price_of(plan, Run(traced, cluster, train, pins), pins)
+    stage, m = 1, plan.micro_batches
+    layer, tail = price.layer_parts(0, mode), price.tail_parts(stage, (1,))
+    found = {"cp": m * layer["cp"], "dp": m * layer["dp"] + tail["dp"], "pp": m * price.send_s}
+    counted = dict.fromkeys(found, 0.0)
+    for (purpose, kind, axis, nbytes), n in step_collectives(passes.summed(traced, plan), plan, stage).items():
+        if purpose != "control":
+            group = group_cost(cluster, plan.degrees if axis in found else Degrees(pp=3, cp=4), axis.split()[-1])
+            part = "cp" if purpose == "activations" else "pp" if axis == "pp" else "dp"
+            counted[part] += n * group.seconds(kind, nbytes)
+    assert found == pytest.approx(counted, rel=1e-6)
