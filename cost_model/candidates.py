@@ -207,16 +207,21 @@ def _partitions(
 def groups_of(partition: Partition, limits: ModelLimits, pins: Pins) -> list[SettingGroup]:
     """Every way to run a partition that the pins and the runtime allow."""
     d = partition.degrees
-    exchanges = limits.exchanges(d.cp, d.tp) if d.cp > 1 else ("ring",)
     runs = tuple(_schedules(partition, limits, pins))
     whole = tuple(run for run in runs if run[0] != "zero-bubble" or d.pp == 1)
     return [
         # under zero-bubble FSDP would reduce before the split backward has made weight gradients
         SettingGroup(partition, zero, group, exchange, whole if zero else runs)
         for zero, group in zero_levels(d, limits.spans, pins)
-        for exchange in exchanges
-        if (d.cp == 1 or pins.context_parallel in (None, exchange)) and (whole if zero else runs)
+        for exchange in _exchanges(d, limits, pins)
+        if (whole if zero else runs)
     ]
+
+
+def _exchanges(degrees: Degrees, limits: ModelLimits, pins: Pins) -> tuple[str, ...]:
+    if degrees.cp == 1:
+        return ("ring",)
+    return tuple(e for e in limits.exchanges(degrees.cp, degrees.tp) if pins.context_parallel in (None, e))
 
 
 def settings_of(partition: Partition, limits: ModelLimits, pins: Pins) -> list[Setting]:
@@ -226,7 +231,10 @@ def settings_of(partition: Partition, limits: ModelLimits, pins: Pins) -> list[S
 
 def count_settings(partition: Partition, limits: ModelLimits, pins: Pins) -> int:
     """Number of `settings_of`."""
-    return sum(len(group.runs) for group in groups_of(partition, limits, pins))
+    d, schedules = partition.degrees, [schedule for schedule, _ in _schedules(partition, limits, pins)]
+    whole = len(schedules) - (schedules.count("zero-bubble") if d.pp > 1 else 0)
+    runs = sum(whole if zero else len(schedules) for zero, _ in zero_levels(d, limits.spans, pins))
+    return runs * len(_exchanges(d, limits, pins))
 
 
 def _schedules(partition: Partition, limits: ModelLimits, pins: Pins) -> Iterator[tuple[str, int]]:

@@ -85,12 +85,7 @@ class GroupCost:
 
     def scales_from(self, fewer: GroupCost) -> bool:
         """True if every collective takes at least fewer.size / self.size of what it takes over the smaller group."""
-        if fewer.size == 1:
-            return False
-        share = fewer.size / self.size
-        kinds = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-        sizes = (0.0, 1e3, 1e6, 1e9, 1e12)  # affine in between (an all-reduce: a minimum of affine)
-        return all(self.seconds(k, n) >= share * fewer.seconds(k, n) for k in kinds for n in sizes)
+        return _scales(self, fewer)
 
     def _all_reduce(self, whole_bytes: float, bytes_per_s: float, latency_s: float) -> float:
         """The cheaper of a ring and a double tree, as NCCL chooses; in-network reduction moves every byte once."""
@@ -100,6 +95,16 @@ class GroupCost:
         ring = 2 * whole_bytes * (n - 1) / n / bytes_per_s + 2 * (n - 1) * latency_s
         tree = 2 * whole_bytes / bytes_per_s + 2 * math.ceil(math.log2(n)) * latency_s
         return min(ring, tree)
+
+
+@lru_cache(maxsize=4096)
+def _scales(group: GroupCost, fewer: GroupCost) -> bool:
+    if fewer.size == 1:
+        return False
+    share = fewer.size / group.size
+    kinds = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+    sizes = (0.0, 1e3, 1e6, 1e9, 1e12)  # affine in between (an all-reduce: a minimum of affine)
+    return all(group.seconds(k, n) >= share * fewer.seconds(k, n) for k in kinds for n in sizes)
 
 
 def group_cost(cluster: ClusterSpec, degrees: Degrees, axis: str) -> GroupCost:

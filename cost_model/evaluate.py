@@ -73,6 +73,7 @@ class Evaluator:
         self.splits_backward = splits_backward
         self._exchange = pins.context_parallel
         self.degrees_of_tp = sorted({p.degrees.tp for p in partitions})
+        self._tp_of: dict[Degrees, list[int]] = {}
 
     def blocks(self, partition: Partition) -> BlockPrices:
         """Raises InfeasiblePlanError if a pinned placement fits no strategy."""
@@ -194,13 +195,10 @@ class Evaluator:
         op takes at most so much longer as there are fewer ranks, and so does a collective if `GroupCost.scales_from`
         says so.
         """
-        d, sharding = partition.degrees, partition.sequence_sharding
-        group = group_cost(self.cluster, d, "tp")
-        whole_s = 0.0
-        for tp in self.degrees_of_tp:
-            if d.tp % tp == 0 and (tp == d.tp or group.scales_from(self._tp_group(partition, tp))):
-                known = self._whole_s[tp, sharding]
-                whole_s = max(whole_s, known.least(partition.micro_batch, d.cp) * tp / d.tp)
+        d, whole_s = partition.degrees, 0.0
+        for tp in self._bounding_tp(d):
+            known = self._whole_s[tp, partition.sequence_sharding]
+            whole_s = max(whole_s, known.least(partition.micro_batch, d.cp) * tp / d.tp)
         whole_s += self._least_exchange_s(partition)
         return self._least_step_s(partition, whole_s)
 
@@ -241,8 +239,14 @@ class Evaluator:
         """Seconds of a step, straggler factor and overhead included."""
         return busy_s * self.slowdown + overhead_s(self.cluster, self._constants)
 
-    def _tp_group(self, partition: Partition, tp: int) -> GroupCost:
-        d = partition.degrees
+    def _bounding_tp(self, d: Degrees) -> list[int]:
+        """Degrees of tp whose prices bound those of `d`."""
+        if d not in self._tp_of:
+            group, possible = group_cost(self.cluster, d, "tp"), [tp for tp in self.degrees_of_tp if d.tp % tp == 0]
+            self._tp_of[d] = [tp for tp in possible if tp == d.tp or group.scales_from(self._tp_group(d, tp))]
+        return self._tp_of[d]
+
+    def _tp_group(self, d: Degrees, tp: int) -> GroupCost:
         return group_cost(self.cluster, Degrees(pp=d.pp, cp=d.cp, tp=tp, dp=d.dp * d.tp // tp), "tp")
 
     def busy_parts(self, blocks: BlockPrices, sequence_sharding: bool) -> dict[str, float]:

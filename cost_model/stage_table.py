@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import cached_property, reduce
 
 import numpy as np
 import numpy.typing as npt
@@ -52,7 +52,7 @@ class PipelineProblem:
     virtual_stages: int = 1
     segment: int = 1
 
-    @property
+    @cached_property
     def is_uniform(self) -> bool:
         return len(set(self.layers)) <= 1
 

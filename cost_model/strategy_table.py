@@ -64,8 +64,8 @@ def strategy_table(
     table: dict[fx.Node, tuple[Strategy, ...]] = {}
     first_of_class: dict[str, tuple[list[fx.Node], dict[fx.Node, tuple[Strategy, ...]]]] = {}
 
-    known = vocabularies(traced.graph_module.graph.nodes) if axis == "tp" else frozenset()
-    splits = Splits(ranks, {traced.seq: seq_len}, known)
+    wanted = [n for n in traced.graph_module.graph.nodes if segments is None or n.meta.get("segment") in segments]
+    splits = Splits(ranks, {traced.seq: seq_len}, vocabularies(wanted) if axis == "tp" else frozenset())
 
     def offer(node: fx.Node, options: tuple[Strategy, ...]) -> None:
         table[node] = tuple(dict.fromkeys((*table.get(node, ()), *options)))  # a tied weight has users in two segments
@@ -81,9 +81,8 @@ def strategy_table(
             for here, there in zip((node, *node.all_input_nodes), (twin, *twin.all_input_nodes), strict=True):
                 if there in local and (here is node or here.op == "get_attr"):
                     offer(here, local[there])
-    for node in traced.graph_module.graph.nodes:
-        wanted = segments is None or node.meta["segment"] in segments
-        if wanted and node.op in ("placeholder", "get_attr") and node.meta["shape"] is not None:
+    for node in wanted:
+        if node.op in ("placeholder", "get_attr") and node.meta["shape"] is not None:
             table.setdefault(node, _source_strategies(node, splits))
     return table
 
