@@ -42,7 +42,7 @@ class ModelLimits:
     layers                of the model
     tp_is_legal           whether heads and weights divide over tp
     exchanges             (cp, tp) -> kinds of attention over a cut sequence that run; empty: none
-    equal_layers          layers of one class: a rank may hold several chunks
+    equal_layers          layers of one class
     splits_backward       zero-bubble runs: parameters computed in their own dtype, none frozen
     heads                 numbers of attention heads, for messages
     spans                 devices that each level of the network joins
@@ -258,7 +258,8 @@ def _schedules(partition: Partition, limits: ModelLimits, pins: Pins) -> Iterato
         return
     if limits.splits_backward and asked("zero-bubble") and pins.zero in (None, 0):
         yield "zero-bubble", 1
-    most = limits.layers // pp if limits.equal_layers else 1
+    together = limits.equal_layers or pins.checkpoint_segment in (None, 1)  # see `PipelineProblem`
+    most = limits.layers // pp if together else 1
     yield from (("interleaved", chunks) for chunks in range(2, most + 1) if asked("interleaved", chunks))
 
 
@@ -326,8 +327,10 @@ def _rules_of_pins(limits: ModelLimits, pins: Pins) -> str:
     """Rules that only a pin can break."""
     rules = ""
     if pins.virtual_stages not in (None, 1) or pins.schedule == "interleaved":
-        most = f"pp times chunks at most {limits.layers} (layers)" if limits.equal_layers else "layers of one kind"
-        rules += f", several chunks need pp above 1, {most} and micro-batches in equal rounds of at least pp"
+        rules += f", several chunks need pp above 1, pp times chunks at most {limits.layers} (layers)"
+        rules += " and micro-batches in equal rounds of at least pp"
+        if not limits.equal_layers and pins.checkpoint_segment not in (None, 1):
+            rules += ", and segments over layers of several kinds a single chunk"
     if pins.zero:
         rules += f", dp x cp has to be above 1 for zero {pins.zero} to shard anything"
     if pins.zero_group not in (None, 0):

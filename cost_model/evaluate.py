@@ -102,8 +102,9 @@ class Evaluator:
         return Evaluation(setting, best, price.with_overhead(best.step_s), price.with_overhead(best.step_s))
 
     def segments_of(self, price: SettingPrice) -> tuple[int, ...]:
-        """Segments make sense for equal layers that can be recomputed whole, and no longer than a stage."""
-        if "full" not in self.modes or not price.equal_layers:
+        """Segments make sense for layers that can be recomputed whole, and no longer than a stage; those over several
+        classes have one chunk a rank."""
+        if "full" not in self.modes or (price.setting.virtual_stages > 1 and not price.equal_layers):
             return self.segments[:1] if len(self.segments) == 1 else (1,)
         return tuple(k for k in self.segments if k == self.segments[0] or k <= price.most_layers)
 
@@ -151,7 +152,7 @@ class Evaluator:
 
     def longest_segment(self, price: SettingPrice) -> int:
         """Of any setting with the partition of this one's."""
-        return max(self.segments) if "full" in self.modes and price.equal_layers else 1
+        return max(self.segments) if "full" in self.modes else 1
 
     def least_bytes_of(self, partition: Partition) -> float:
         """`least_bytes` of any of its settings, without prices of blocks."""
@@ -275,7 +276,7 @@ class Evaluator:
         """Lower bound of the step, if a micro-batch takes `whole_s` through the whole model."""
         pp, layers = partition.degrees.pp, len(self.prices.traced.layers)
         whole_s = self._sharding.whole_s(partition, whole_s, self._least_kept_bytes(partition))
-        chunks = layers // pp if partition.fills_rounds and len(self.prices.classes) == 1 else 1
+        chunks = layers // pp if partition.fills_rounds else 1
         if partition.fills_rounds and self.splits_backward:
             chunks = 0
         return self.with_overhead(least_busy_s(partition, whole_s, chunks, self._sends_s(partition)))

@@ -18,7 +18,7 @@ import numpy as np
 
 from autopar.cost_model.candidates import SettingGroup
 from autopar.cost_model.mixed_stages import MixedPrice
-from autopar.cost_model.setting_bounds import SettingBounds, least_slowest_s
+from autopar.cost_model.setting_bounds import SettingBounds, divided_s, least_slowest_s
 from autopar.cost_model.stage_table import Floats
 
 __all__ = ["MixedBounds", "shared_s", "stage_shares"]
@@ -39,6 +39,12 @@ def shared_s(numbers: Floats, times: Floats, owner: Sequence[int], shares: Float
     return float(numbers @ (times[:, used] * rates).min(axis=1))
 
 
+def _as_many_lines(arrays: Sequence[Floats]) -> list[Floats]:
+    """[run, stage, r, ..] of each group, the last line repeated where fewer prices of a byte bind."""
+    most = max(array.shape[2] for array in arrays)
+    return [np.concatenate([a, *[a[:, :, -1:]] * (most - a.shape[2])], axis=2) for a in arrays]
+
+
 class MixedBounds:
     """As `SettingBounds`, of one order of the groups; `price` is of one run of `group`."""
 
@@ -55,9 +61,8 @@ class MixedBounds:
         self._ends_s = np.array([price.prices[g].ends_s(s) for s, g in enumerate(price.owner)])
 
     def _own(self, arrays: Sequence[Floats]) -> Floats:
-        """[run, stage] of every stage's own group."""
-        found: Floats = np.stack(arrays)[self._price.owner, :, np.arange(self._pp)].T
-        return found
+        """[run, stage, ..] of every stage's own group."""
+        return np.stack([arrays[g][:, s] for s, g in enumerate(self._price.owner)], axis=1)
 
     def quick(self) -> Floats:
         return self._with_slowest(self.slowest_s())
@@ -65,7 +70,9 @@ class MixedBounds:
     def sharp(self, segment: int) -> Floats:
         """As `SettingBounds.sharp`."""
         if not self._price.prices[0].equal_layers:
-            return self.quick()
+            lines = zip(*(bounds.lines(segment) for bounds in self._groups), strict=True)
+            alone, each = (self._own(_as_many_lines(of)) for of in lines)
+            return self._with_slowest(np.maximum(self.slowest_s(), divided_s(self._numbers, alone, each)))
         most = self._own([bounds.most_layers(segment) for bounds in self._groups])
         fits = (most.min(axis=1) >= self._chunks) & (most.sum(axis=1) >= self._layers)
         if not fits.any():

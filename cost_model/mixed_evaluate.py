@@ -88,7 +88,7 @@ class MixedEvaluator:
         slowest_s = shared_s(numbers, times, owner, stage_shares(numbers, times, owner))
         flow_s = float(numbers @ times.min(axis=1))
         m, pp, layers = partition.micro_batches, partition.degrees.pp, len(prices.traced.layers)
-        chunks = layers // pp if partition.fills_rounds and len(prices.classes) == 1 else 1
+        chunks = layers // pp if partition.fills_rounds else 1
         if partition.fills_rounds and self._slowest.splits_backward:
             flow_s = 0.0  # zero-bubble may put off as much
         busy_s = min((m - 1 / v) * slowest_s + flow_s / v for v in (1, max(1, chunks)))

@@ -31,7 +31,7 @@ class MixedTable(StageTable):
         first = tables[0]
         most = max(table.problem.memory_bytes for table in tables)
         self.problem = replace(first.problem, memory_bytes=most)
-        self.least, self.ids, self.counts, self.shifts = first.least, first.ids, first.counts, first.shifts
+        self.runs, self.counts = first.runs, first.counts
         self._tables, self._owner = tables, owner
         self._merge()
 

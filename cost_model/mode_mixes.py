@@ -2,7 +2,8 @@
 
 A mix says how many layers of each class run in each mode. Of a stage it needs three sums: time, bytes kept per
 micro-batch, and the largest working set of any mode used; they serve all stages. Before the mixes of two classes are
-combined, those that another beats in all three sums are dropped, which is exact.
+combined, those that another beats in all three sums are dropped, which is exact. Segments of several layers run over
+classes: then the layers recomputed whole are the first ones of a stage, in their order.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["LayerClass", "LayerMode", "Mixes", "class_mixes", "leanest", "merged"]
+__all__ = ["LayerClass", "LayerMode", "Mixes", "class_mixes", "leanest", "merged", "prefix_mixes"]
 
 Floats = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
@@ -106,6 +107,65 @@ def merged(first: Mixes, second: Mixes) -> Mixes:
     choice = np.concatenate([first.choice[left], second.choice[right]], axis=1)
     return Mixes(first.time_s[left] + second.time_s[right], first.kept_bytes[left] + second.kept_bytes[right],
                  np.maximum(first.transient_bytes[left], second.transient_bytes[right]), choice)  # fmt: skip
+
+
+def prefix_mixes(classes: Sequence[LayerClass], held: Sequence[int], segment: int) -> Mixes:
+    """Useful mixes of a stage that holds layers of the classes `held`, in order: the first ones in mode "full",
+    recomputed in segments of `segment`, the others in any other modes."""
+    places, others = zip(*(_apart(layer) for layer in classes), strict=True)
+    left = [list(held).count(c) for c in range(len(classes))]
+    time_s = kept = working = whole = most = 0.0
+    found = []
+    for done in range(len(held) + 1):
+        if done:
+            c = held[done - 1]
+            if places[c] is None:
+                break
+            full, left[c] = classes[c].modes[places[c]], left[c] - 1
+            if (done - 1) % segment == 0:
+                kept, whole, most = kept + full.saved_bytes, 0.0, 0.0
+            whole, most = whole + classes[c].whole_bytes, max(most, full.transient_bytes - classes[c].whole_bytes)
+            time_s, working = time_s + full.time_s, max(working, whole + most)
+        if any(n and not modes for n, modes in zip(left, others, strict=True)):
+            continue
+        rest = _of_others(others, tuple(left))
+        recomputed = [list(held[:done]).count(c) for c in range(len(classes))]
+        found.append(Mixes(time_s + rest.time_s, kept + rest.kept_bytes, np.maximum(working, rest.transient_bytes),
+                           _with_full(rest.choice, others, places, recomputed)))  # fmt: skip
+    if not found:  # one class can only be recomputed whole, and stands behind one that cannot be
+        none = np.zeros(0)
+        return Mixes(none, none, none, np.zeros((0, sum(len(c.modes) for c in classes)), dtype=np.int64))
+    fields = (np.concatenate([getattr(part, name) for part in found]) for name in Mixes.__dataclass_fields__)
+    return _pareto(Mixes(*fields))
+
+
+def _apart(layer: LayerClass) -> tuple[int | None, tuple[LayerMode, ...]]:
+    """Where mode "full" stands among the modes of a class, and the other ones."""
+    place = next((i for i, mode in enumerate(layer.modes) if mode.name == "full"), None)
+    return place, tuple(mode for mode in layer.modes if mode.name != "full")
+
+
+@lru_cache(maxsize=4096)
+def _of_others(modes: tuple[tuple[LayerMode, ...], ...], counts: tuple[int, ...]) -> Mixes:
+    """Useful mixes of so many layers of each class that are not recomputed whole."""
+    if len(modes) > 1:
+        return _pareto(merged(_of_others(modes[:-1], counts[:-1]), _of_others(modes[-1:], counts[-1:])))
+    if not modes[0]:
+        nothing = np.zeros(1)
+        return Mixes(nothing, nothing, nothing, np.zeros((1, 0), dtype=np.int64))
+    return _pareto(class_mixes(LayerClass(modes[0], 0.0), counts[0]))
+
+
+def _with_full(
+    choice: Counts, others: Sequence[Sequence[LayerMode]], places: Sequence[int | None], recomputed: Sequence[int]
+) -> Counts:
+    """Choices of the other modes, with a column for mode "full" of each class."""
+    columns, first = [], 0
+    for modes, place, n in zip(others, places, recomputed, strict=True):
+        own = choice[:, first : first + len(modes)]
+        first += len(modes)
+        columns.append(own if place is None else np.insert(own, place, n, axis=1))
+    return np.concatenate(columns, axis=1)
 
 
 def _useful(modes: Sequence[LayerMode]) -> list[LayerMode]:

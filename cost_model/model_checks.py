@@ -13,7 +13,7 @@ from autopar.placement import parse_placement
 from autopar.plan import match_path
 from autopar.specs import Pins
 
-__all__ = ["check_model", "check_pinned_dims", "check_pinned_segments", "pins_without_effect"]
+__all__ = ["check_model", "check_pinned_dims", "pins_without_effect"]
 
 
 def check_model(traced: TracedModel, seq_len: int) -> None:
@@ -50,18 +50,6 @@ def check_pinned_dims(traced: TracedModel, pins: Pins) -> None:
                     where=f"pin {pattern}={text}",
                     try_=f"one of {dims}" if dims else "replicate",
                 )
-
-
-def check_pinned_segments(traced: TracedModel, pins: Pins) -> None:
-    """Raises SpecError for segments over layers of several kinds, unless all are recomputed: a segment is a run of
-    recomputed layers, and which lie side by side is then no matter of how many there are of each kind."""
-    several = len({segment.class_id for segment in traced.layers}) > 1
-    if several and pins.checkpoint_segment not in (None, 1) and pins.checkpoint != "full":
-        raise SpecError(
-            "the layers are of several kinds, which may be recomputed in segments only if all of them are",
-            where="pin checkpoint_segment",
-            try_="with the pin checkpoint=full, or checkpoint_segment=1",
-        )
 
 
 def pins_without_effect(pins: Pins, tp: int, pp: int) -> list[str]:

@@ -97,6 +97,8 @@ def prove(problem: PipelineProblem, found: PipelineSolution, *, policy: SolverPo
 def prove_table(table: StageTable, found: PipelineSolution, *, policy: SolverPolicy | None = None) -> PipelineSolution:
     """`prove` over a priced table."""
     problem = table.problem
+    if table.runs.cuts is not None:
+        return found
     columns = _useful_columns(table, found)
     if len(columns) <= len(problem.stages):
         return found
@@ -235,16 +237,16 @@ def _useful_columns(table: StageTable, found: PipelineSolution) -> list[_Column]
 def _runs(table: StageTable, stage: int, number: int) -> list[tuple[int, int]]:
     """Where layers of this kind lie: for equal layers their number alone counts."""
     if table.problem.is_uniform:
-        return [(0, number + table.least)]
+        return [(0, number + table.runs.least)]
     total, stages = len(table.problem.layers), len(table.problem.stages)
-    runs = [(int(i), int(j)) for i, j in np.argwhere(table.ids == number)]
+    runs = [(int(i), int(j)) for i, j in np.argwhere(table.runs.ids == number)]
     return [(i, j) for i, j in runs if (i == 0) == (stage == 0) and (j == total) == (stage == stages - 1)]
 
 
 def _columns(table: StageTable, cut: Cut) -> list[_Column]:
     columns = []
-    for s, (i, j) in enumerate(cut):
-        price = table.price(s, table.number(i, j))
+    for s, ((i, j), number) in enumerate(zip(cut, table.numbers(cut), strict=True)):
+        price = table.price(s, number)
         assert price is not None, "a run without a price was chosen"
         columns.append(_Column(s, i, j, price))
     return columns

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 from torch import fx
 
 from autopar.cost_model.block_problem import NodeStrategy
@@ -14,7 +17,7 @@ from autopar.cost_model.evaluate import Evaluation
 from autopar.cost_model.pipeline_ilp import PipelineSolution
 from autopar.cost_model.propagation import propagate
 from autopar.cost_model.setting_price import SettingPrice
-from autopar.cost_model.stage_table import StagePrice
+from autopar.cost_model.stage_runs import chunk_sizes
 from autopar.cost_model.strategy_table import Strategy, StrategyTable, strategy_table
 from autopar.ir import Segment, TracedModel
 from autopar.placement import REPLICATE
@@ -129,51 +132,39 @@ def _overlap(setting: Setting, declared: Collection[str]) -> tuple[str, ...]:
 def chunk_runs(runs: Sequence[tuple[int, int]], chunks: int) -> list[tuple[int, int]]:
     """Layers [i, j) of every stage in model order: chunk k of rank r is stage k p + r. The layers of a rank are spread
     evenly over its chunks; `runs` are those of the ranks, which for several chunks says their number only."""
-    sizes = [j - i for i, j in runs]
-    each = [n // chunks + (k < n % chunks) for k in range(chunks) for n in sizes]
-    starts = [sum(each[:s]) for s in range(len(each))]
-    return [(start, start + n) for start, n in zip(starts, each, strict=True)]
+    each = chunk_sizes(np.array([j - i for i, j in runs]), chunks).ravel()
+    return list(itertools.pairwise([0, *np.cumsum(each).tolist()]))
 
 
 def checkpoint_patterns(traced: TracedModel, pipeline: PipelineSolution, price: SettingPrice) -> dict[str, str]:
     """Modes of the layers that recompute: of each class the first ones of a stage (layers of a class cost the same),
     those recomputed whole before the others, spread evenly over the chunks of a rank."""
-    chunks = price.setting.virtual_stages
     chosen: dict[str, list[Segment]] = defaultdict(list)
-    runs = chunk_runs(pipeline.runs, chunks)
-    ranks = len(pipeline.runs)
-    for number, (i, j) in enumerate(runs):
-        left = _modes_of_chunk(pipeline.stages[number % ranks], price, number // ranks)
-        for segment in traced.layers[i:j]:
-            modes = left[segment.class_id]
-            mode = modes.pop(0)
-            if mode != "none":
+    runs, ranks = chunk_runs(pipeline.runs, price.setting.virtual_stages), len(pipeline.runs)
+    for rank, stage in enumerate(pipeline.stages):
+        chunks = [traced.layers[i:j] for i, j in runs[rank::ranks]]
+        for index, class_id in enumerate(price.prices.classes):
+            by_mode = dict(zip(price.modes_of(index), stage.modes[index], strict=True))
+            modes = [mode for mode in _WHOLE_FIRST for _ in range(by_mode.get(mode, 0))]
+            for segment, mode in zip(_evenly(chunks, class_id), modes, strict=True):
                 chosen[mode].append(segment)
     order = {s.index: n for n, s in enumerate(traced.layers)}
     patterns = {}
-    for mode, segments in chosen.items():
-        segments.sort(key=lambda s: order[s.index])
-        patterns.update(dict.fromkeys(_class_patterns(traced, segments), mode))
+    for mode, segments in sorted(chosen.items(), key=lambda item: min(order[s.index] for s in item[1])):
+        if mode != "none":
+            segments.sort(key=lambda s: order[s.index])
+            patterns.update(dict.fromkeys(_class_patterns(traced, segments), mode))
     return patterns
 
 
-def _modes_of_chunk(stage: StagePrice, price: SettingPrice, chunk: int) -> dict[str, list[str]]:
-    """Per class, the modes of the layers of one chunk in order."""
-    chunks = price.setting.virtual_stages
-    found = {}
-    for i, class_id in enumerate(price.prices.classes):
-        by_mode = dict(zip(price.modes_of(i), stage.modes[i], strict=True))
-        named = [mode for mode in ("full", "selective-ops", "selective", "none") for _ in range(by_mode.get(mode, 0))]
-        whole = by_mode.get("full", 0)
-        mine = [whole // chunks + (chunk < whole % chunks)]
-        size = len(named) // chunks + (chunk < len(named) % chunks)
-        rest = named[whole:]
-        before = sum(
-            len(named) // chunks + (k < len(named) % chunks) - whole // chunks - (k < whole % chunks)
-            for k in range(chunk)
-        )
-        found[class_id] = ["full"] * mine[0] + rest[before : before + size - mine[0]]
-    return found
+_WHOLE_FIRST = ("full", "selective-ops", "selective", "none")
+
+
+def _evenly(chunks: Sequence[Sequence[Segment]], class_id: str) -> list[Segment]:
+    """The layers of a class, such that of every part at the front each chunk has its share."""
+    own = [[s for s in chunk if s.class_id == class_id] for chunk in chunks]
+    places = [(Fraction(i, len(mine)), chunk, s) for chunk, mine in enumerate(own) for i, s in enumerate(mine)]
+    return [s for _, _, s in sorted(places, key=lambda place: place[:2])]
 
 
 def with_overrides(traced: TracedModel, plan: Plan, layout: Layout, table: StrategyTable) -> Plan:

@@ -31,7 +31,7 @@ from autopar.cost_model.kept_plan import check_kept, kept_or_best, setting_of_pl
 from autopar.cost_model.largest_tensors import largest_kept
 from autopar.cost_model.least_memory import least_memory
 from autopar.cost_model.memory import COMPUTE_DTYPES, recipe
-from autopar.cost_model.model_checks import check_model, check_pinned_dims, check_pinned_segments, pins_without_effect
+from autopar.cost_model.model_checks import check_model, check_pinned_dims, pins_without_effect
 from autopar.cost_model.model_prices import ModelPrices
 from autopar.cost_model.plan_writer import write_plan
 from autopar.cost_model.setting_price import SettingPrice
@@ -121,7 +121,6 @@ class Run:
             raise SpecError("seq_len is not stated", where="train", try_="seq_len=2048")
         check_model(traced, train.seq_len)
         check_pinned_dims(traced, pins)
-        check_pinned_segments(traced, pins)
         if self.spec.keep is not None:
             check_kept(self.spec.keep, traced)
         self.seq_len = train.seq_len
@@ -142,9 +141,6 @@ class Run:
             len(traced.layers), self.prices.tp_is_legal, self.prices.exchanges, len(self.prices.classes) == 1,
             self._splits_backward(), self.prices.heads(), tuple(link.span for link in cluster.links),
         )  # fmt: skip
-        if not self.limits.equal_layers and cluster.num_devices > 1:
-            kinds = len(self.prices.classes)
-            self.notices.append(f"layers of {kinds} kinds: several chunks a rank and segments were not considered")
         self.partitions = enumerate_partitions(cluster.num_devices, self.global_batch, self.seq_len, self.limits, pins)
         self.memory_bytes = _memory_limit(cluster.device, self.spec.memory_headroom, memory_bytes)
         # Under mixed precision the runtime adds 16-bit gradients to fp32 ones of the masters (runtime/precision.py).

@@ -1,13 +1,21 @@
 """Lower bounds of the step for settings that differ in schedule and chunks a rank only, all of them at once.
 
     quick    stages of equal time, every layer in its fastest mode, the least tail of stages with equal parameters
-    sharp    for equal layers: whole layers, and as many on a stage as its memory lets it hold
+    sharp    as many layers on a stage as its memory lets it hold; of equal layers, whole ones
 
-Sharp: on stage s, n layers in any modes take at least  e_s + n (c_r + r d / f_s) - r (R_s / f_s - g_s)  seconds for
-every price r of a byte (`stage_table.byte_prices`), where e_s, g_s are time and kept bytes of the ends, R_s the room
-beside what needs no layers, d the state of a layer, f_s the micro-batches in flight and c_r the least of time + r bytes
-over the modes of a layer. So within B seconds the stage holds at most the whole part of n_s(B), the least over r; no
-cut has its slowest stage below the smallest B with  sum_s floor n_s(B) >= layers.
+Sharp: on stage s, layers n_c of class c in any modes take at least
+
+    alone_sr + sum_c each_src n_c    with  alone = e_s - r (R_s / f_s - g_s)  and  each = c_cr + r d_c / f_s
+
+seconds for every price r of a byte (`stage_table.byte_prices`), where e_s, g_s are time and kept bytes of the ends,
+R_s the room beside what needs no layers, d_c the state of a layer, f_s the micro-batches in flight and c_cr the least
+of time + r bytes over the modes of a layer. Of equal layers the stage holds, within B seconds, at most the whole part
+of n_s(B), the least over r; no cut has its slowest stage below the smallest B with  sum_s floor n_s(B) >= layers. Of
+several classes (`divided_s`) no division of all N_c layers has it below
+
+    sum_s z_s alone_s + sum_c N_c min_s (z_s each_sc)    for any z >= 0 with  sum_s z_s = 1
+
+whichever r each stage is held against. z_s ~ 1 / sum_c N_c each_sc divides in proportion to speed.
 """
 
 from __future__ import annotations
@@ -23,7 +31,7 @@ from autopar.cost_model.memory import flights
 from autopar.cost_model.setting_price import SettingPrice
 from autopar.cost_model.stage_table import Floats, LayerClass, byte_prices, useful_bytes
 
-__all__ = ["SettingBounds", "least_slowest_s"]
+__all__ = ["SettingBounds", "divided_s", "least_slowest_s"]
 
 _SLACK = 1e-9
 """Relative: what rounding may cost, so that a bound never exceeds a price."""
@@ -31,6 +39,8 @@ _SLACK = 1e-9
 _STEPS = 14
 """Halvings of the interval of B: what is left of it is lost sharpness only, its lower end is the bound."""
 
+_DIVISIONS = 3
+"""Divisions of the layers that `divided_s` looks at."""
 
 Held = Callable[[Floats], Floats]
 """Seconds that no stage of a run may exceed [run] -> layers that each stage can hold then [run, stage]."""
@@ -51,6 +61,26 @@ def least_slowest_s(held: Held, low: Floats, high: Floats, layers: int, chunks: 
         within = enough(middle)
         low, high = np.where(within, low, middle), np.where(within, middle, high)
     return low
+
+
+def divided_s(numbers: Floats, alone: Floats, each: Floats) -> Floats:
+    """[run]: a lower bound of the slowest stage, over any division of `numbers` [class] of layers. `alone` [run, stage,
+    r]; `each` [run, stage, r, class]. Looks at the lines r that bind where the layers are spread evenly, then where
+    they are as the last bound allows."""
+    runs, stages, _ = alone.shape
+    held, best = np.broadcast_to(numbers / stages, (runs, stages, len(numbers))), np.zeros(runs)
+    for _ in range(_DIVISIONS):
+        line = (alone + np.einsum("abrc,abc->abr", each, held)).argmax(axis=2)[:, :, None]
+        own = np.take_along_axis(alone, line, axis=2)[:, :, 0]
+        pace = np.take_along_axis(each, line[..., None], axis=2)[:, :, 0]
+        whole = pace @ numbers
+        shares = 1 / whole
+        shares /= shares.sum(axis=1, keepdims=True)
+        found = (shares * own).sum(axis=1) + (shares[:, :, None] * pace).min(axis=1) @ numbers
+        best = np.maximum(best, found)
+        parts = np.maximum(found[:, None] - own, 0.0) / whole
+        held = (parts / np.maximum(parts.sum(axis=1, keepdims=True), 1e-300))[:, :, None] * numbers
+    return best * (1 - _SLACK)
 
 
 class SettingBounds:
@@ -100,7 +130,8 @@ class SettingBounds:
     def sharp(self, segment: int) -> Floats:
         """`segment`: the most layers that are recomputed together. Infinite where no cut fits in memory."""
         if not self.price.equal_layers:
-            return self.quick()
+            numbers = np.array(list(self.price.prices.repeats.values()), dtype=np.float64)
+            return self._with_slowest(np.maximum(self._slowest_s, divided_s(numbers, *self.lines(segment))))
         most, total = self.most_layers(segment), len(self.price.prices.traced.layers)
         fits = (most.min(axis=1) >= self.chunks) & (most.sum(axis=1) >= total)
         if not fits.any():
@@ -121,14 +152,14 @@ class SettingBounds:
         return flights(self.group.runs, self.price.pp, self.price.m)
 
     @cached_property
-    def _layer(self) -> LayerClass:
-        return self.price.layer_class(0)
+    def _layers(self) -> list[LayerClass]:
+        return [self.price.layer_class(i) for i in range(len(self.price.classes))]
 
     @cached_property
     def _room(self) -> Floats:
         """Bytes for layers and what they keep."""
         price, device = self.price, self.price.cluster.device
-        least = min(mode.transient_bytes for mode in self._layer.modes)
+        least = min(mode.transient_bytes for layer in self._layers for mode in layer.modes)
         working = np.array([max(price.working_bytes(s), least) for s in range(price.pp)])
         limit = device.memory_bytes - device.reserved_bytes
         room: Floats = limit * (1 + _SLACK) - price.fixed_bytes(self._flight, self.chunks) - working
@@ -146,32 +177,36 @@ class SettingBounds:
         return np.array([self.price.ends_s(s) for s in range(self.price.pp)]) + self.send_s
 
     def most_layers(self, segment: int) -> Floats:
-        """Layers that the memory of a stage can hold; no more than leave one for every other chunk."""
-        least = min(kept for _, kept in useful_bytes(self._layer, segment))
-        each = self._layer.static_bytes + self._flight * least
+        """Equal layers that the memory of a stage can hold; no more than leave one for every other chunk."""
+        (layer,) = self._layers
+        least = min(kept for _, kept in useful_bytes(layer, segment))
+        each = layer.static_bytes + self._flight * least
         fit = np.floor((self._room - self._flight * self._glue) / np.maximum(each, 1e-9) + _SLACK)
         others = self.chunks * (self.price.pp - 1)
         found: Floats = np.minimum(fit, (len(self.price.prices.traced.layers) - others)[:, None])
         return found
 
-    def _lines(self, segment: int) -> list[tuple[Floats, Floats]]:
-        """(seconds without layers, seconds a layer) at least, for every price of a byte."""
-        modes, lines = useful_bytes(self._layer, segment), []
-        for rate in (0.0, *byte_prices([self._layer], segment)):
-            alone = self._ends_s - rate * (self._room / self._flight - self._glue)
-            lines.append((alone, min(t + rate * b for t, b in modes) + rate * self._layer.static_bytes / self._flight))
-        return lines
+    def lines(self, segment: int) -> tuple[Floats, Floats]:
+        """Seconds without layers [run, stage, r] and of a layer [.., class] at least, for every price r of a byte; the
+        last one is so high that what does not fit takes very long."""
+        prices = byte_prices(self._layers, segment)
+        rates = np.array([0.0, *prices, *(1e3 * price for price in prices[-1:])])
+        alone = self._ends_s[:, :, None] - rates * (self._room / self._flight - self._glue)[:, :, None]
+        least = [[min(t + r * b for t, b in useful_bytes(c, segment)) for c in self._layers] for r in rates]
+        static = np.array([layer.static_bytes for layer in self._layers])
+        each = np.array(least) + rates[:, None] * static / self._flight[:, :, None, None]
+        return alone, each
 
     def held_within(self, segment: int) -> tuple[Held, Floats]:
-        """Layers that each stage can hold within given seconds at most; and the seconds that as many as its memory can
-        hold take at least."""
-        most, lines = self.most_layers(segment), self._lines(segment)
+        """Equal layers that each stage can hold within given seconds at most; and the seconds that as many as its
+        memory can hold take at least."""
+        most, (alone, each) = self.most_layers(segment), self.lines(segment)
+        each = each[..., 0]
 
         def held(bound_s: Floats) -> Floats:
-            fewest = most
-            for alone, each in lines:
-                fewest = np.minimum(fewest, np.floor((bound_s[:, None] - alone) / each * (1 + _SLACK) + _SLACK))
+            by_line = np.floor((bound_s[:, None, None] - alone) / each * (1 + _SLACK) + _SLACK)
+            fewest: Floats = np.minimum(most, by_line.min(axis=2))
             return fewest
 
-        full_s: Floats = np.max([alone + most * each for alone, each in lines], axis=0)
+        full_s: Floats = (alone + most[:, :, None] * each).max(axis=2)
         return held, full_s

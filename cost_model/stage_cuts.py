@@ -11,6 +11,7 @@ worked out when the best cut uses them; a cut of exact entries is optimal.
 from __future__ import annotations
 
 import heapq
+import itertools
 
 import numpy as np
 import numpy.typing as npt
@@ -34,7 +35,7 @@ def best_cut(table: StageTable, cutoff_s: float = np.inf) -> tuple[float, Cut | 
         bound_s, cut = _sweep(table, cutoff_s)
         if cut is None or bound_s > cutoff_s:
             return bound_s, None
-        guessed = {table.number(i, j) for s, (i, j) in enumerate(cut) if not table.exact[s, table.number(i, j)]}
+        guessed = {number for s, number in enumerate(table.numbers(cut)) if not table.exact[s, number]}
         if not guessed:
             return bound_s, cut
         for number in guessed:
@@ -43,6 +44,8 @@ def best_cut(table: StageTable, cutoff_s: float = np.inf) -> tuple[float, Cut | 
 
 def _sweep(table: StageTable, cutoff_s: float) -> tuple[float, Cut | None]:
     """The best cut of the table as it stands."""
+    if table.runs.cuts is not None:
+        return _best_listed(table, cutoff_s)
     problem = table.problem
     m, v = problem.micro_batches, problem.virtual_stages
     times = table.times
@@ -59,6 +62,29 @@ def _sweep(table: StageTable, cutoff_s: float) -> tuple[float, Cut | None]:
         times = np.where((m - 1 / v) * slowest + free_s / v <= cutoff_s, times, np.inf)
     best_s, best = _best_under_levels(table, times, levels, free_s)
     return (best_s, best) if best is not None else (_above(cutoff_s), None)
+
+
+def _best_listed(table: StageTable, cutoff_s: float) -> tuple[float, Cut | None]:
+    """The best of the listed cuts, in order of what they take without the tail."""
+    runs, problem = table.runs, table.problem
+    assert runs.cuts is not None
+    assert runs.sizes is not None
+    m, v, stages = problem.micro_batches, problem.virtual_stages, np.arange(len(problem.stages))
+    times = table.times[stages, runs.cuts]
+    rest = (m - 1 / v) * times.max(axis=1) + (times - table.put_off_s[stages, runs.cuts]).sum(axis=1) / v
+    best_s, best = np.inf, -1
+    for row in np.argsort(rest, kind="stable"):
+        if rest[row] > cutoff_s or rest[row] >= best_s:
+            break
+        wanted = np.zeros(table.times.shape, dtype=np.bool_)
+        wanted[stages, runs.cuts[row]] = True
+        value_s = float(rest[row] + table.tails_where(wanted).max(where=wanted, initial=-np.inf))
+        if value_s < best_s:
+            best_s, best = value_s, int(row)
+    if best < 0:
+        return (_above(cutoff_s) if np.isfinite(rest).any() else np.inf), None
+    borders = [0, *np.cumsum(runs.sizes[best]).tolist()]
+    return best_s, list(itertools.pairwise(borders))
 
 
 def _above(cutoff_s: float) -> float:
@@ -123,7 +149,7 @@ def _lets_through(table: StageTable, allowed: npt.NDArray[np.bool_]) -> bool:
         return bool(np.isfinite(_reach(table, np.where(allowed, 0.0, np.inf))[-1][-1]))
     # times rise with the layers, so a stage can be anything up to its largest allowed entry
     largest = np.where(allowed.any(axis=1), allowed.shape[1] - np.argmax(allowed[:, ::-1], axis=1), 0)
-    return bool(largest.min() > 0 and (largest + table.least - 1).sum() >= len(table.problem.layers))
+    return bool(largest.min() > 0 and (largest + table.runs.least - 1).sum() >= len(table.problem.layers))
 
 
 def _shortest(table: StageTable, costs: Floats) -> tuple[float, Cut | None]:
@@ -142,11 +168,11 @@ def _shortest(table: StageTable, costs: Floats) -> tuple[float, Cut | None]:
 
 def _runs_ending_at(table: StageTable, j: int) -> tuple[Ints, Ints]:
     if table.problem.is_uniform:
-        sizes = np.arange(len(table.counts)) + table.least
+        sizes = np.arange(len(table.counts)) + table.runs.least
         numbers = np.flatnonzero(sizes <= j)
         return j - sizes[numbers], numbers
-    starts = np.flatnonzero(table.ids[:, j] >= 0)
-    return starts, table.ids[starts, j]
+    starts = np.flatnonzero(table.runs.ids[:, j] >= 0)
+    return starts, table.runs.ids[starts, j]
 
 
 def _reach(table: StageTable, costs: Floats) -> list[Floats]:
@@ -168,11 +194,11 @@ def _advance(table: StageTable, before: Floats, costs: Floats) -> Floats:
         if len(usable) == 0:
             return after
         low, high = int(usable[0]), int(usable[-1]) + 1
-        padded = np.concatenate([np.full(len(costs) - 1 + table.least, np.inf), before])
-        shifted = padded[table.shifts[low:high]]
+        padded = np.concatenate([np.full(len(costs) - 1 + table.runs.least, np.inf), before])
+        shifted = padded[table.runs.shifts[low:high]]
         least_sum: Floats = (shifted + costs[low:high, None]).min(axis=0)
         return least_sum
-    through = before[:, None] + np.where(table.ids >= 0, costs[table.ids], np.inf)
+    through = before[:, None] + np.where(table.runs.ids >= 0, costs[table.runs.ids], np.inf)
     least: Floats = through.min(axis=0)
     return least
 

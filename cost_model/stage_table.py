@@ -14,7 +14,8 @@ from functools import cached_property, reduce
 import numpy as np
 import numpy.typing as npt
 
-from autopar.cost_model.mode_mixes import LayerClass, LayerMode, Mixes, class_mixes, leanest, merged
+from autopar.cost_model.mode_mixes import LayerClass, LayerMode, Mixes, class_mixes, leanest, merged, prefix_mixes
+from autopar.cost_model.stage_runs import stage_runs
 
 __all__ = ["LayerClass", "LayerMode", "PipelineProblem", "StageCost", "StagePrice", "StageTable", "price_stage"]
 
@@ -40,8 +41,9 @@ class StageCost:
 @dataclass(frozen=True)
 class PipelineProblem:
     """`layers` is the class index of every layer in order; `tail_s(stage, layers per class)` is what a stage adds after
-    its last backward (exposed gradient reduction, optimizer). A rank holds `virtual_stages` chunks, which needs layers
-    of one class; "full" layers are recomputed in segments of `segment`."""
+    its last backward (exposed gradient reduction, optimizer). A rank holds `virtual_stages` chunks. Layers in mode
+    "full" are recomputed in segments of `segment`; layers of several classes then are the first ones of a stage, which
+    has a single chunk."""
 
     layers: tuple[int, ...]
     classes: tuple[LayerClass, ...]
@@ -97,8 +99,10 @@ def _freed_s(layer: LayerClass, segment: int, rate: float) -> float:
     return min(t + rate * b for t, b in modes) - min(t for t, _ in modes)
 
 
-def stage_mixes(problem: PipelineProblem, counts: tuple[int, ...]) -> Mixes:
-    """Useful mixes of a stage's layers."""
+def stage_mixes(problem: PipelineProblem, counts: tuple[int, ...], held: tuple[int, ...] = ()) -> Mixes:
+    """Useful mixes of a stage's layers; `held`: the classes of its layers in order, where that matters."""
+    if held:
+        return prefix_mixes(problem.classes, held, problem.segment)
     chunks = problem.virtual_stages
     parts = [class_mixes(c, n, problem.segment, chunks) for c, n in zip(problem.classes, counts, strict=True)]
     if not parts:
@@ -144,34 +148,13 @@ def price_stage(
 
 
 class StageTable:
-    """Prices of every stage over every number (classes mixed: every run) of layers.
-
-    `ids[i, j]` numbers the layers [i, j) by what they hold (-1: no stage can be that run); arrays are [stage, id].
-    """
+    """Prices of every stage over all that it can hold (`runs`); arrays are [stage, number]."""
 
     def __init__(self, problem: PipelineProblem) -> None:
         self.problem = problem
-        total, stages = len(problem.layers), len(problem.stages)
-        self.least = least = problem.virtual_stages if total else 0
-        prefix = np.zeros((total + 1, len(problem.classes)), dtype=np.int64)
-        for i, c in enumerate(problem.layers):
-            prefix[i + 1] = prefix[i]
-            prefix[i + 1, c] += 1
-        known: dict[tuple[int, ...], int] = {}
-        self.ids = np.full((total + 1, total + 1), -1, dtype=np.int64)
-        most = total - least * (stages - 1)
-        if problem.is_uniform:
-            first = problem.layers[0] if total else 0
-            for n in range(least, most + 1):
-                known[tuple(n if c == first else 0 for c in range(len(problem.classes)))] = n - least
-        else:
-            for i in range(total):
-                for j in range(i + least, min(total, i + most) + 1):
-                    counts = tuple(int(n) for n in prefix[j] - prefix[i])
-                    self.ids[i, j] = known.setdefault(counts, len(known))
-        self.counts = list(known)
-        # [k, j]: where layer j - n stands in an array that begins with as many blanks as the largest stage has layers
-        self.shifts = np.arange(len(known))[::-1, None] + np.arange(total + 1) if problem.is_uniform else self.ids
+        classes, chunks = len(problem.classes), problem.virtual_stages
+        self.runs = stage_runs(problem.layers, len(problem.stages), classes, chunks, problem.segment > 1)
+        self.counts = self.runs.counts
         self._mixes: dict[int, Mixes] = {}
         self._prices: dict[tuple[int, int], StagePrice | None] = {}
         self._fill(np.array(self.counts, dtype=np.float64).reshape(len(self.counts), len(problem.classes)))
@@ -224,7 +207,8 @@ class StageTable:
 
     def mixes(self, number: int) -> Mixes:
         if number not in self._mixes:
-            self._mixes[number] = stage_mixes(self.problem, self.counts[number])
+            held = self.runs.held[number] if self.runs.held else ()
+            self._mixes[number] = stage_mixes(self.problem, self.counts[number], held)
         return self._mixes[number]
 
     def settle(self, number: int) -> None:
@@ -257,19 +241,29 @@ class StageTable:
         return self._prices[key]
 
     def number(self, i: int, j: int) -> int:
-        """Id of the run [i, j); -1 if no stage can be that run."""
+        """Number of the run [i, j); -1 if no stage can be that run."""
         if not self.problem.is_uniform:
-            return int(self.ids[i, j])
-        n = j - i - self.least
+            return int(self.runs.ids[i, j])
+        n = j - i - self.runs.least
         return n if 0 <= n < len(self.counts) else -1
+
+    def numbers(self, cut: Sequence[tuple[int, int]]) -> list[int]:
+        """What each stage holds."""
+        if self.runs.cuts is not None:
+            return self.runs.numbers([j - i for i, j in cut])
+        return [self.number(i, j) for i, j in cut]
 
     def memory_needed(self) -> tuple[float, int]:
         """Smallest device memory in bytes any cut fits in, and the stage that binds; see `InfeasiblePlanError`."""
         stages, total = len(self.problem.stages), len(self.problem.layers)
         need = np.array(
-            [[float(mix_memory(self.problem, s, c, self.mixes(k)).min()) for k, c in enumerate(self.counts)]
-             for s in range(stages)]
+            [[float(mix_memory(self.problem, s, held, self.mixes(k)).min(initial=np.inf))
+              for k, held in enumerate(self.counts)] for s in range(stages)]
         )  # fmt: skip
+        if self.runs.cuts is not None:
+            of_cuts = need[np.arange(stages), self.runs.cuts]
+            best = int(of_cuts.max(axis=1).argmin())
+            return float(of_cuts[best].max()), int(of_cuts[best].argmax())
         reach = np.full((stages + 1, total + 1), np.inf)
         reach[0, 0] = 0.0
         cut = np.zeros((stages + 1, total + 1), dtype=int)

@@ -175,7 +175,7 @@ def bert_tiny(dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
     return _seeded(lambda: BertForMaskedLM(config), dtype, seed)
 
 
-def t5_tiny(dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
+def t5_tiny(dtype: torch.dtype = torch.float64, seed: int = 0, layers: int = 2) -> nn.Module:
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(
@@ -183,8 +183,8 @@ def t5_tiny(dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
         d_model=DIM,
         d_kv=8,
         d_ff=64,
-        num_layers=2,
-        num_decoder_layers=2,
+        num_layers=layers,
+        num_decoder_layers=layers,
         num_heads=HEADS,
         dropout_rate=0.0,
         decoder_start_token_id=0,
@@ -207,8 +207,10 @@ def gemma2_tiny(dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
     return _hf("Gemma2ForCausalLM", "Gemma2Config", dtype, seed, **_LLAMA_SIZES, head_dim=8, sliding_window=8)
 
 
-def gemma3_tiny(dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
-    return _hf("Gemma3ForCausalLM", "Gemma3TextConfig", dtype, seed, **_LLAMA_SIZES, head_dim=8, sliding_window=8)
+def gemma3_tiny(dtype: torch.dtype = torch.float64, seed: int = 0, layers: int = LAYERS) -> nn.Module:
+    """Every sixth layer without a sliding window."""
+    sizes = {**_LLAMA_SIZES, "num_hidden_layers": layers}
+    return _hf("Gemma3ForCausalLM", "Gemma3TextConfig", dtype, seed, **sizes, head_dim=8, sliding_window=8)
 
 
 def phi_tiny(dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:

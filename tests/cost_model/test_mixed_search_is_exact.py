@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,50 +15,31 @@ from autopar.cost_model.mixed_search import MixedRun
 from autopar.cost_model.mixed_stages import MixedPrice
 from autopar.cost_model.pipeline_ilp import step_time
 from autopar.cost_model.search import Run
-from autopar.hardware import preset
 from autopar.ir import TracedModel
 from autopar.mixed_cluster import as_slowest, mixed_cluster
-from autopar.passes import prepare
 from autopar.search_spec import SearchSpec
-from autopar.specs import ClusterSpec, DeviceSpec, GroupSpec, LinkSpec, Pins, StackSpec, TrainSpec
-from autopar.trace import trace
-from tests import models
+from autopar.specs import ClusterSpec, GroupSpec, Pins, StackSpec, TrainSpec
+from tests.cost_model.random_runs import OVERLAPS, of_kinds, of_sizes, random_device, random_link
 
 INSTANCES, AT_ONCE = 40, 20
 
 
 @pytest.fixture(scope="module")
 def traced() -> list[TracedModel]:
-    """Equal layers (3 and 6 of them) with a tied head; and two classes."""
-    found = [prepare(trace(models.TinyGPT(layers=n), models.default_batch())) for n in (3, 6)]
-    first = min(s.index for s in found[1].segments if s.kind == "layer")
-    classes = tuple(replace(s, class_id="second") if s.kind == "layer" and s.index > first + 1 else s
-                    for s in found[1].segments)  # fmt: skip
-    return [*found, replace(found[1], segments=classes)]
-
-
-def random_device(rng: random.Random) -> DeviceSpec:
-    rate = 10 ** rng.uniform(9, 11)
-    return replace(
-        preset("local", 1).device, memory_bytes=int(10 ** rng.uniform(5.3, 6.6)), reserved_bytes=0,
-        flops={"fp32": rate, "bf16": rate}, memory_bandwidth=10 ** rng.uniform(9, 11),
-        launch_s=10 ** rng.uniform(-7, -5),
-    )  # fmt: skip
+    """Equal layers (3 and 6 of them) with a tied head; and two or three classes."""
+    found = of_sizes(3, 6)
+    return [*found, of_kinds(found[1], "alternating"), of_kinds(found[1], "three")]
 
 
 def random_groups(rng: random.Random) -> ClusterSpec:
     """Two groups of one, two or four devices, or three of one."""
     sizes = rng.choice([(1, 1), (1, 2), (2, 2), (2, 4), (1, 1, 1)])
 
-    def link(span: int) -> LinkSpec:
-        return LinkSpec(name="net", span=span, bandwidth=10 ** rng.uniform(7, 10), latency=10 ** rng.uniform(-7, -4))
-
     groups = tuple(
-        GroupSpec(name=f"g{i}", device=random_device(rng), num_devices=n, links=(link(n),) if n > 1 else ())
+        GroupSpec(name=f"g{i}", device=random_device(rng), num_devices=n, links=(random_link(rng, n),) if n > 1 else ())
         for i, n in enumerate(sizes)
     )
-    overlap = rng.choice([(), ("dp_reduce",), ("dp_reduce", "tp_linear", "tp_ring", "pp_send")])
-    return mixed_cluster("groups", groups, link(sum(sizes)), StackSpec(overlap=overlap))
+    return mixed_cluster("groups", groups, random_link(rng, sum(sizes)), StackSpec(overlap=rng.choice(OVERLAPS)))
 
 
 def random_run(rng: random.Random, traced: list[TracedModel]) -> MixedRun:
@@ -73,14 +53,16 @@ def random_run(rng: random.Random, traced: list[TracedModel]) -> MixedRun:
 
 def brute_order(run: MixedRun, price: MixedPrice, bounds: tuple[float, float, float]) -> float:
     """Over every segment and cut; `bounds` of the slowest stage, the sum of stages and the longest tail hold."""
-    first, best = price.prices[0], math.inf
-    for segment in SEGMENTS if first.equal_layers and "full" in run.run.evaluator.modes else (1,):
+    first, best, chunks = price.prices[0], math.inf, price.setting.virtual_stages
+    one_kind_or_chunk = first.equal_layers or chunks == 1
+    for segment in SEGMENTS if "full" in run.run.evaluator.modes and one_kind_or_chunk else (1,):
         table = price.table(segment)
         total = len(table.problem.layers)
         for cuts in itertools.combinations(range(1, total), len(price.owner) - 1):
-            numbers = [table.number(i, j) for i, j in itertools.pairwise([0, *cuts, total])]
-            if min(numbers) < 0:
+            cut = list(itertools.pairwise([0, *cuts, total]))
+            if min(j - i for i, j in cut) < chunks:
                 continue
+            numbers = table.numbers(cut)
             stages = [table.price(s, number) for s, number in enumerate(numbers)]
             fitting = [stage for stage in stages if stage is not None]
             if len(fitting) < len(stages):

@@ -54,13 +54,13 @@ def test_more_stages_than_layers_is_refused() -> None:
 
 
 def random_problem(seed: int) -> PipelineProblem:
-    """Up to 7 layers of up to 2 classes, 4 stages, 4 modes, segments, chunks and put-off backwards."""
+    """Up to 7 layers of up to 3 classes, 4 stages, 4 modes, segments, chunks and put-off backwards."""
     rng = random.Random(seed)
-    classes = rng.randint(1, 2)
+    classes = rng.randint(1, 3)
     layers = tuple(rng.randrange(classes) for _ in range(rng.randint(3, 7)))
     uniform = len(set(layers)) == 1
     stages = rng.randint(1, min(4, len(layers)))
-    chunks = rng.choice([1, 1, 2]) if uniform and 2 * stages <= len(layers) else 1
+    chunks = rng.choice([1, 1, 2]) if 2 * stages <= len(layers) and stages > 1 else 1
     rates = []
     for _ in range(classes):
         t, w = rng.uniform(0.5, 2), rng.uniform(1, 4)
@@ -79,44 +79,63 @@ def random_problem(seed: int) -> PipelineProblem:
     return PipelineProblem(
         layers, tuple(rates), costs, m, rng.uniform(8, 40),
         lambda s, counts: 0.3 * s + sum(w * n for w, n in zip(weights, counts, strict=True)),
-        chunks, rng.choice([1, 2]),
+        chunks, 1 if chunks > 1 and not uniform else rng.choice([1, 2, 3]),
     )  # fmt: skip
 
 
+def ranks_of(problem: PipelineProblem, sizes: tuple[int, ...]) -> list[list[tuple[int, ...]]]:
+    """The classes of the layers in every chunk of every rank; chunk k of rank r is stage k p + r of the model."""
+    v, p = problem.virtual_stages, len(sizes)
+    ranks: list[list[tuple[int, ...]]] = [[] for _ in sizes]
+    start = 0
+    for chunk in range(v):
+        for rank in range(p):
+            number = sizes[rank] // v + (chunk < sizes[rank] % v)
+            ranks[rank].append(problem.layers[start : start + number])
+            start += number
+    return ranks
+
+
 def brute_force(problem: PipelineProblem) -> float | None:
-    """Every cut and every mode of every layer."""
-    total, p = len(problem.layers), len(problem.stages)
+    """Every cut and every mode of every layer. Several chunks of several classes: ranks between the first and the last
+    hold the same number of layers, or the earlier ones one more."""
+    total, p, v = len(problem.layers), len(problem.stages), problem.virtual_stages
     best = None
     for cuts in itertools.combinations(range(1, total), p - 1):
-        borders = [0, *cuts, total]
-        if any(j - i < problem.virtual_stages for i, j in itertools.pairwise(borders)):
+        sizes = tuple(j - i for i, j in itertools.pairwise([0, *cuts, total]))
+        between = sizes[1:-1]
+        even = not between or (list(between) == sorted(between, reverse=True) and between[0] - between[-1] <= 1)
+        if min(sizes) < v or (v > 1 and not problem.is_uniform and not even):
             continue
-        priced = [_brute_stage(problem, s, problem.layers[borders[s] : borders[s + 1]]) for s in range(p)]
+        priced = [_brute_stage(problem, s, chunks) for s, chunks in enumerate(ranks_of(problem, sizes))]
         if all(priced):
-            value = step_time([x for x in priced if x], problem.micro_batches, problem.virtual_stages)
+            value = step_time([x for x in priced if x], problem.micro_batches, v)
             best = value if best is None else min(best, value)
     return best
 
 
-def _brute_stage(problem: PipelineProblem, s: int, layers: tuple[int, ...]) -> StagePrice | None:
+def _brute_stage(problem: PipelineProblem, s: int, chunks: list[tuple[int, ...]]) -> StagePrice | None:
     """The modes of a stage's layers one by one; time and memory written out anew."""
-    own, best = problem.stages[s], None
+    own, best, v = problem.stages[s], None, len(chunks)
+    layers = [c for chunk in chunks for c in chunk]
     counts = tuple(layers.count(c) for c in range(len(problem.classes)))
     for modes in itertools.product(*(problem.classes[c].modes for c in layers)):
         time_s = own.time_s + sum(mode.time_s for mode in modes)
         kept, working = 0.0, own.transient_bytes
-        for c, layer in enumerate(problem.classes):
-            full = sum(k == c and mode.name == "full" for k, mode in zip(layers, modes, strict=True))
-            v = problem.virtual_stages
-            chunks = [full // v + (i < full % v) for i in range(v)]
-            segments = [min(problem.segment, n - start) for n in chunks for start in range(0, n, problem.segment)]
-            for k, mode in zip(layers, modes, strict=True):
-                if k == c and mode.name != "full":
-                    kept, working = kept + mode.saved_bytes, max(working, mode.transient_bytes)
-            for size in segments:
-                mode = next(m for m in layer.modes if m.name == "full")
-                kept += mode.saved_bytes
-                working = max(working, mode.transient_bytes + (size - 1) * layer.whole_bytes)
+        whole = [(c, mode) for c, mode in zip(layers, modes, strict=True) if mode.name == "full"]
+        for mode in (mode for mode in modes if mode.name != "full"):
+            kept, working = kept + mode.saved_bytes, max(working, mode.transient_bytes)
+        if problem.segment > 1 and not problem.is_uniform and any(m.name != "full" for m in modes[: len(whole)]):
+            continue  # those recomputed whole are the first ones
+        each = [len(whole) // v + (i < len(whole) % v) for i in range(v)]
+        for number in each:
+            mine, whole = whole[:number], whole[number:]
+            for start in range(0, number, problem.segment):
+                segment = mine[start : start + problem.segment]
+                kept += segment[0][1].saved_bytes
+                held = sum(problem.classes[c].whole_bytes for c, _ in segment)
+                beside = max(mode.transient_bytes - problem.classes[c].whole_bytes for c, mode in segment)
+                working = max(working, held + beside)
         static = own.static_bytes + sum(problem.classes[c].static_bytes for c in layers)
         working = max(working, own.late_bytes - kept / problem.virtual_stages)
         memory = static + own.in_flight * (own.saved_bytes + kept) + working
@@ -128,7 +147,8 @@ def _brute_stage(problem: PipelineProblem, s: int, layers: tuple[int, ...]) -> S
 
 def test_optimal_on_random_instances() -> None:
     feasible = with_ilp = chunked = 0
-    for seed in range(200):
+    classes: dict[str, set[int]] = {"chunks": set(), "segments": set()}
+    for seed in range(300):
         problem = random_problem(seed)
         expected, found = brute_force(problem), solved(problem)
         if expected is None:
@@ -142,9 +162,15 @@ def test_optimal_on_random_instances() -> None:
         feasible += 1
         with_ilp += found.variables > 0
         chunked += problem.virtual_stages > 1
+        kinds = len(set(problem.layers))
+        classes["chunks"] |= {kinds} if problem.virtual_stages > 1 else set()
+        full = [i for i, c in enumerate(problem.classes) for m in c.modes if m.name == "full" and problem.segment > 1
+                and any(stage.modes[i][c.modes.index(m)] for stage in found.stages)]  # fmt: skip
+        classes["segments"] |= {len(full)} if full and kinds > 1 else set()
     assert feasible >= 80
     assert with_ilp >= 20
     assert chunked >= 10
+    assert classes == {"chunks": {1, 2, 3}, "segments": {1, 2, 3}}
 
 
 def test_memory_needed_is_the_border_of_feasibility() -> None:

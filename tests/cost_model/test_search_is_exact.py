@@ -10,7 +10,6 @@ from functools import cache
 from typing import Any
 
 import pytest
-import torch
 
 from autopar.cost_model.branch_and_bound import BranchAndBound
 from autopar.cost_model.candidates import SEGMENTS, Setting, settings_of
@@ -19,25 +18,17 @@ from autopar.cost_model.search import Run, search
 from autopar.cost_model.setting_price import SettingPrice
 from autopar.hardware import preset
 from autopar.ir import TracedModel
-from autopar.passes import prepare
-from autopar.specs import ClusterSpec, LinkSpec, Pins, StackSpec, TrainSpec
-from autopar.trace import trace
-from tests import models
+from autopar.specs import ClusterSpec, Pins, StackSpec, TrainSpec
+from tests.cost_model.random_runs import KINDS, OVERLAPS, of_kinds, of_sizes, random_device, random_link
 
 INSTANCES, AT_ONCE = 300, 50
 
 
 @pytest.fixture(scope="module")
 def traced() -> list[TracedModel]:
-    """Equal layers (2, 3 and 6 of them) with a tied head; and two classes."""
-    found = []
-    for layers in (2, 3, 6):
-        model = models.TinyGPT(layers=layers).to(torch.float32)
-        found.append(prepare(trace(model, models.default_batch())))
-    first = min(s.index for s in found[2].segments if s.kind == "layer")
-    classes = tuple(replace(s, class_id="second") if s.kind == "layer" and s.index > first + 1 else s
-                    for s in found[2].segments)  # fmt: skip
-    return [*found, replace(found[2], segments=classes)]
+    """Equal layers (2, 3 and 6 of them) with a tied head; and two or three classes."""
+    found = of_sizes(2, 3, 6)
+    return [*found, *(of_kinds(found[2], name) for name in KINDS)]
 
 
 def random_run(rng: random.Random, traced: list[TracedModel]) -> Run:
@@ -53,16 +44,9 @@ def random_run(rng: random.Random, traced: list[TracedModel]) -> Run:
 
 
 def random_cluster(rng: random.Random, devices: int) -> ClusterSpec:
-    local = preset("local", devices)
-    rate = 10 ** rng.uniform(9, 11)
-    device = replace(
-        local.device, memory_bytes=int(10 ** rng.uniform(5.3, 6.6)), reserved_bytes=0,
-        flops={"fp32": rate, "bf16": rate},
-        memory_bandwidth=10 ** rng.uniform(9, 11), launch_s=10 ** rng.uniform(-7, -5),
-    )  # fmt: skip
-    link = LinkSpec(name="net", span=devices, bandwidth=10 ** rng.uniform(7, 10), latency=10 ** rng.uniform(-7, -4))
-    overlap = rng.choice([(), ("dp_reduce",), ("dp_reduce", "tp_linear", "tp_ring", "pp_send")])
-    links = (link,) if devices > 1 else ()
+    local, device = preset("local", devices), random_device(rng)
+    links = (random_link(rng, devices),) if devices > 1 else ()
+    overlap = rng.choice(OVERLAPS)
     if len(overlap) > 1:  # a GPU, on which it hides, and chains are fused
         device = replace(device, kind="cuda")
     stack = StackSpec(overlap=overlap, elementwise="compiled" if device.kind == "cuda" else "eager")
@@ -75,8 +59,8 @@ def brute_force(run: Run) -> float:
     for partition in run.partitions:
         for setting in settings_of(partition, run.limits, run.pins):
             price = run.evaluator.price(setting)
-            segments = SEGMENTS if price.equal_layers and "full" in run.evaluator.modes else (1,)
-            for segment in segments:
+            one_kind_or_chunk = price.equal_layers or setting.virtual_stages == 1
+            for segment in SEGMENTS if "full" in run.evaluator.modes and one_kind_or_chunk else (1,):
                 best = min(best, _brute_setting(price, setting, segment))
     return best
 
@@ -87,50 +71,92 @@ def _brute_setting(price: SettingPrice, setting: Setting, segment: int) -> float
     known: dict[tuple[int, tuple[int, ...]], float] = {}
 
     def stage_s(stage: int, layers: tuple[int, ...]) -> float:
-        key = (stage, tuple(sorted(layers)))
+        key = (stage, layers if segment > 1 else tuple(sorted(layers)))
         if key not in known:
             known[key] = _brute_stage(problem, stage, layers)
         return known[key]
 
     for cuts in itertools.combinations(range(1, total), pp - 1):
-        borders = [0, *cuts, total]
-        runs = list(itertools.pairwise(borders))
-        if any(j - i < v for i, j in runs):
+        sizes = [j - i for i, j in itertools.pairwise([0, *cuts, total])]
+        if min(sizes) < v or (v > 1 and not price.equal_layers and not _is_even(sizes[1:-1])):
             continue
-        times = [stage_s(s, problem.layers[i:j]) for s, (i, j) in enumerate(runs)]
+        held = _held(problem.layers, sizes, v)
+        times = [stage_s(s, layers) for s, layers in enumerate(held)]
         if all(t < math.inf for t in times):
-            put_off = [problem.stages[s].put_off_s + sum(problem.classes[c].put_off_s for c in problem.layers[i:j])
-                       for s, (i, j) in enumerate(runs)]  # fmt: skip
+            put_off = [problem.stages[s].put_off_s + sum(problem.classes[c].put_off_s for c in layers)
+                       for s, layers in enumerate(held)]  # fmt: skip
             tails = []
-            for s, (i, j) in enumerate(runs):
-                counts = tuple(problem.layers[i:j].count(c) for c in range(len(problem.classes)))
+            for s, layers in enumerate(held):
+                counts = tuple(layers.count(c) for c in range(len(problem.classes)))
                 tails.append(put_off[s] + sum(price.tail_parts(s, counts).values()))
             flow = sum(t - w for t, w in zip(times, put_off, strict=True))
             best = min(best, (m - 1 / v) * max(times) + flow / v + max(tails))
     return price.with_overhead(best)
 
 
+def _is_even(sizes: list[int]) -> bool:
+    """As many each, or the earlier ones one more."""
+    return sizes == sorted(sizes, reverse=True) and (not sizes or sizes[0] - sizes[-1] <= 1)
+
+
+def _held(layers: tuple[int, ...], sizes: list[int], chunks: int) -> list[tuple[int, ...]]:
+    """Classes of the layers of each rank; chunk k of rank r is stage k p + r of the model."""
+    held: list[tuple[int, ...]] = [() for _ in sizes]
+    start = 0
+    for chunk in range(chunks):
+        for rank, size in enumerate(sizes):
+            number = size // chunks + (chunk < size % chunks)
+            held[rank] += layers[start : start + number]
+            start += number
+    return held
+
+
 def _brute_stage(problem: Any, stage: int, layers: tuple[int, ...]) -> float:
     """Least time of a stage over all numbers of layers in each mode of each class."""
     own, best, v = problem.stages[stage], math.inf, problem.virtual_stages
     static = own.static_bytes + sum(problem.classes[c].static_bytes for c in layers)
-    per_class = []
-    for c, layer in enumerate(problem.classes):
-        n = layers.count(c)
-        per_class.append(_splits(n, len(layer.modes)))
+    per_class = [_splits(layers.count(c), len(layer.modes)) for c, layer in enumerate(problem.classes)]
     for choice in itertools.product(*per_class):
-        time_s, kept, working = own.time_s, own.saved_bytes, own.transient_bytes
-        for layer, numbers in zip(problem.classes, choice, strict=True):
-            for mode, n in zip(layer.modes, numbers, strict=True):
-                time_s += n * mode.time_s
-                chunks = [n // v + (k < n % v) for k in range(v)]
-                size = problem.segment if mode.name == "full" else 1
-                kept += mode.saved_bytes * sum(-(-k // size) for k in chunks)
-                if n:
-                    working = max(working, mode.transient_bytes + (min(size, max(chunks)) - 1) * layer.whole_bytes)
+        chosen = [(c, mode, n) for c, layer in enumerate(problem.classes)
+                  for mode, n in zip(layer.modes, choice[c], strict=True)]  # fmt: skip
+        whole = {c: n for c, mode, n in chosen if mode.name == "full"}
+        found = _recomputed_whole(problem, layers, whole)
+        if found is None:
+            continue
+        kept, working = own.saved_bytes + found[0], max(own.transient_bytes, found[1])
+        for _, mode, n in chosen:
+            kept += n * mode.saved_bytes if mode.name != "full" else 0.0
+            working = max(working, mode.transient_bytes if n and mode.name != "full" else 0.0)
+        working = max(working, own.late_bytes - kept / v)
         if static + own.in_flight * kept + working <= problem.memory_bytes:
-            best = min(best, time_s)
+            best = min(best, own.time_s + sum(n * mode.time_s for _, mode, n in chosen))
     return best
+
+
+def _recomputed_whole(problem: Any, layers: tuple[int, ...], whole: dict[int, int]) -> tuple[float, float] | None:
+    """(bytes kept, working set) of so many layers of each class; None if segments make them be the first of a stage,
+    and those are others."""
+    v, size, number = problem.virtual_stages, problem.segment, sum(whole.values())
+    if size == 1 or problem.is_uniform:
+        order = [c for c in sorted(whole) for _ in range(whole[c])]
+    else:
+        order = list(layers[:number])
+        if any(order.count(c) != n for c, n in whole.items()):
+            return None
+    kept = working = 0.0
+    each = [number // v + (k < number % v) for k in range(v)] if problem.is_uniform else [number]
+    for in_chunk in each:
+        mine, order = order[:in_chunk], order[in_chunk:]
+        for start in range(0, in_chunk, size):
+            segment = [(problem.classes[c], _full(problem.classes[c])) for c in mine[start : start + size]]
+            kept += segment[0][1].saved_bytes
+            beside = max(mode.transient_bytes - layer.whole_bytes for layer, mode in segment)
+            working = max(working, sum(layer.whole_bytes for layer, _ in segment) + beside)
+    return kept, working
+
+
+def _full(layer: Any) -> Any:
+    return next(mode for mode in layer.modes if mode.name == "full")
 
 
 @cache
@@ -165,10 +191,14 @@ def test_random_instances_against_brute_force(traced: list[TracedModel], first: 
         price = run.evaluator.price(s)
         assert found.pipeline is not None
         recomputed += price.recomputed_layers(found.pipeline, *MODES[1:]) > 0
+        kinds |= {("classes", len(price.classes))}
+        if len(price.classes) > 1:
+            kinds |= {("chunks of classes", s.virtual_stages > 1)}
     assert feasible >= AT_ONCE // 3
     assert pruned >= feasible // 3
     assert recomputed >= 1
-    assert {("dp", True), ("pp", True), ("zero", 0)} <= kinds
+    assert {("dp", True), ("pp", True), ("zero", 0), ("classes", 2), ("classes", 3)} <= kinds
+    assert ("chunks of classes", True) in kinds
 
 
 def test_the_plan_is_priced_as_a_run_that_is_given(traced: list[TracedModel]) -> None:

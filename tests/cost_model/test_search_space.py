@@ -9,7 +9,7 @@ import torch
 
 from autopar.cost_model.candidates import enumerate_partitions, settings_of
 from autopar.cost_model.search import Run, search
-from autopar.errors import AutoparError, SpecError
+from autopar.errors import AutoparError, InfeasiblePlanError, SpecError
 from autopar.hardware import preset
 from autopar.ir import TracedModel
 from autopar.passes import apply, prepare
@@ -125,14 +125,15 @@ def test_a_sequence_that_cannot_be_cut_is_named(llama: TracedModel) -> None:
         search(llama, preset("local", 4), TrainSpec(global_batch=16, seq_len=14), Pins(cp=4))
 
 
-def test_what_layers_of_several_kinds_leave_out_is_said(llama: TracedModel) -> None:
-    """Chunks and segments are not considered, and a pin on segments is taken only where all layers recompute."""
+def test_layers_of_several_kinds_have_chunks_and_segments(llama: TracedModel) -> None:
+    """Not both at once, which is said."""
     last = max(s.index for s in llama.segments if s.kind == "layer")
     kinds = tuple(replace(s, class_id="second") if s.index == last else s for s in llama.segments)
-    mixed = replace(llama, segments=kinds)
-    cluster = preset("local", 2)
-    assert any("layers of 2 kinds" in note for note in search(mixed, cluster, TRAIN).notices)
-    assert not any("kinds" in note for note in search(llama, cluster, TRAIN).notices)
-    with pytest.raises(SpecError, match="only if all of them are"):
-        search(mixed, cluster, TRAIN, Pins(checkpoint_segment=2))
+    mixed, cluster = replace(llama, segments=kinds), preset("local", 2)
+    run = Run(mixed, cluster, TRAIN, Pins(pp=2))
+    assert {s.virtual_stages for p in run.partitions for s in settings_of(p, run.limits, run.pins)} == {1, 2}
+    plan = search(mixed, cluster, TRAIN, Pins(pp=2, virtual_stages=2, checkpoint="full")).plan
+    assert plan.layer_paths() == [("model.layers.0",), ("model.layers.1",), ("model.layers.2",), ("model.layers.3",)]
     assert search(mixed, cluster, TRAIN, Pins(checkpoint_segment=2, checkpoint="full")).plan.checkpoint_segment == 2
+    with pytest.raises(InfeasiblePlanError, match="segments over layers of several kinds a single chunk"):
+        search(mixed, cluster, TRAIN, Pins(pp=2, virtual_stages=2, checkpoint_segment=2))
