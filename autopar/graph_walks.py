@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import sympy
@@ -19,6 +19,7 @@ __all__ = [
     "has_no_mask",
     "holds",
     "input_only",
+    "joined_apart",
     "output_node",
     "outputs_of",
     "repeated_for_attention",
@@ -80,6 +81,23 @@ def input_only(graph: fx.Graph) -> set[fx.Node]:
         if may_repeat and all(s in free for s in node.all_input_nodes):
             free.add(node)
     return free
+
+
+def joined_apart(nodes: Iterable[fx.Node], received: Collection[fx.Node]) -> fx.Node | None:
+    """The first of `nodes`, in order, that several trained parameters reach before they meet anything that depends on
+    `received`, and whose gradient comes back along several paths; None if there is none."""
+    dependent, read = set(received), dict[fx.Node, frozenset[fx.Node]]()
+    for node in nodes:
+        if node in dependent or not node.meta.get("grad"):
+            continue
+        if any(source in dependent for source in node.all_input_nodes):
+            dependent.add(node)
+            continue
+        own = frozenset([node]) if node.op == "get_attr" else frozenset()
+        read[node] = own.union(*(read.get(source, frozenset()) for source in node.all_input_nodes))
+        if len(read[node]) > 1 and len(node.users) > 1:
+            return node
+    return None
 
 
 def shapes_of(node: fx.Node) -> list[Shape]:

@@ -43,7 +43,9 @@ class ModelLimits:
     tp_is_legal           whether heads and weights divide over tp
     exchanges             (cp, tp) -> kinds of attention over a cut sequence that run; empty: none
     equal_layers          layers of one class
-    splits_backward       zero-bubble runs: parameters computed in their own dtype, none frozen
+    splits_backward       zero-bubble runs: parameters computed in their own dtype, none frozen, one chain of layers
+    shares_inside         a parameter is read in several places, one of them between the first layer and the last:
+                          chunks of one rank may share it, which ZeRO cannot shard
     heads                 numbers of attention heads, for messages
     spans                 devices that each level of the network joins
     """
@@ -53,6 +55,7 @@ class ModelLimits:
     exchanges: Callable[[int, int], tuple[str, ...]]
     equal_layers: bool = True
     splits_backward: bool = False
+    shares_inside: bool = False
     heads: tuple[int, ...] = ()
     spans: tuple[int, ...] = ()
 
@@ -208,14 +211,19 @@ def groups_of(partition: Partition, limits: ModelLimits, pins: Pins) -> list[Set
     """Every way to run a partition that the pins and the runtime allow."""
     d = partition.degrees
     runs = tuple(_schedules(partition, limits, pins))
-    whole = tuple(run for run in runs if run[0] != "zero-bubble" or d.pp == 1)
+    whole = tuple(run for run in runs if _shards(partition, limits, run))
     return [
-        # under zero-bubble FSDP would reduce before the split backward has made weight gradients
         SettingGroup(partition, zero, group, exchange, whole if zero else runs)
         for zero, group in zero_levels(d, limits.spans, pins)
         for exchange in _exchanges(d, limits, pins)
         if (whole if zero else runs)
     ]
+
+
+def _shards(partition: Partition, limits: ModelLimits, run: tuple[str, int]) -> bool:
+    """Whether ZeRO runs: under zero-bubble FSDP would reduce before the split backward has made weight gradients."""
+    schedule, chunks = run
+    return partition.degrees.pp == 1 or (schedule != "zero-bubble" and not (chunks > 1 and limits.shares_inside))
 
 
 def _exchanges(degrees: Degrees, limits: ModelLimits, pins: Pins) -> tuple[str, ...]:
@@ -231,10 +239,10 @@ def settings_of(partition: Partition, limits: ModelLimits, pins: Pins) -> list[S
 
 def count_settings(partition: Partition, limits: ModelLimits, pins: Pins) -> int:
     """Number of `settings_of`."""
-    d, schedules = partition.degrees, [schedule for schedule, _ in _schedules(partition, limits, pins)]
-    whole = len(schedules) - (schedules.count("zero-bubble") if d.pp > 1 else 0)
-    runs = sum(whole if zero else len(schedules) for zero, _ in zero_levels(d, limits.spans, pins))
-    return runs * len(_exchanges(d, limits, pins))
+    d, runs = partition.degrees, list(_schedules(partition, limits, pins))
+    whole = sum(_shards(partition, limits, run) for run in runs)
+    total = sum(whole if zero else len(runs) for zero, _ in zero_levels(d, limits.spans, pins))
+    return total * len(_exchanges(d, limits, pins))
 
 
 def _schedules(partition: Partition, limits: ModelLimits, pins: Pins) -> Iterator[tuple[str, int]]:

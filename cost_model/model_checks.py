@@ -7,13 +7,13 @@ from torch import fx
 
 from autopar.blocks import op_name
 from autopar.errors import SpecError, UnsupportedModelError
-from autopar.graph_walks import outputs_of
+from autopar.graph_walks import joined_apart, outputs_of
 from autopar.ir import TracedModel
 from autopar.placement import parse_placement
 from autopar.plan import match_path
 from autopar.specs import Pins
 
-__all__ = ["check_model", "check_pinned_dims", "pins_without_effect"]
+__all__ = ["check_model", "check_pinned_dims", "is_one_chain", "pins_without_effect", "shares_inside"]
 
 
 def check_model(traced: TracedModel, seq_len: int) -> None:
@@ -50,6 +50,28 @@ def check_pinned_dims(traced: TracedModel, pins: Pins) -> None:
                     where=f"pin {pattern}={text}",
                     try_=f"one of {dims}" if dims else "replicate",
                 )
+
+
+def is_one_chain(traced: TracedModel) -> bool:
+    """Whether all weights behind the first layer meet what it gives before one another: not those of a decoder that
+    reads an encoder by the way."""
+    first = min((s.index for s in traced.layers), default=0)
+    nodes = list(traced.graph_module.graph.nodes)
+    given = {n for n in nodes if n.op == "call_function" and n.meta["segment"] <= first and n.meta["grad"]}
+    return joined_apart((n for n in nodes if n not in given), given) is None
+
+
+def shares_inside(traced: TracedModel) -> bool:
+    """Whether a parameter is read in several places, one of them between the first layer and the last."""
+    inside = [s.index for s in traced.layers]
+    first, last = min(inside, default=0), max(inside, default=0)
+    for node in traced.graph_module.graph.nodes:
+        if node.op == "get_attr" and str(node.target) in traced.parameters:
+            places = {user.meta["segment"] for user in node.users}
+            ends = len({min(max(place, first), last) for place in places}) > 1
+            if ends and any(first < place < last for place in places):
+                return True
+    return False
 
 
 def pins_without_effect(pins: Pins, tp: int, pp: int) -> list[str]:

@@ -31,7 +31,13 @@ from autopar.cost_model.kept_plan import check_kept, kept_or_best, setting_of_pl
 from autopar.cost_model.largest_tensors import largest_kept
 from autopar.cost_model.least_memory import least_memory
 from autopar.cost_model.memory import COMPUTE_DTYPES, recipe
-from autopar.cost_model.model_checks import check_model, check_pinned_dims, pins_without_effect
+from autopar.cost_model.model_checks import (
+    check_model,
+    check_pinned_dims,
+    is_one_chain,
+    pins_without_effect,
+    shares_inside,
+)
 from autopar.cost_model.model_prices import ModelPrices
 from autopar.cost_model.plan_writer import write_plan
 from autopar.cost_model.setting_price import SettingPrice
@@ -139,7 +145,8 @@ class Run:
         self.prices = prices.under(policy)
         self.limits = ModelLimits(
             len(traced.layers), self.prices.tp_is_legal, self.prices.exchanges, len(self.prices.classes) == 1,
-            self._splits_backward(), self.prices.heads(), tuple(link.span for link in cluster.links),
+            self._splits_backward(), shares_inside(traced), self.prices.heads(),
+            tuple(link.span for link in cluster.links),
         )  # fmt: skip
         self.partitions = enumerate_partitions(cluster.num_devices, self.global_batch, self.seq_len, self.limits, pins)
         self.memory_bytes = _memory_limit(cluster.device, self.spec.memory_headroom, memory_bytes)
@@ -157,13 +164,15 @@ class Run:
         return batch
 
     def _splits_backward(self) -> bool:
-        """Zero-bubble adds up gradients in the parameters' dtype and needs gradients in every stage."""
+        """Zero-bubble adds up gradients in the parameters' dtype, needs gradients in every stage, and that weights meet
+        what a stage receives before one another (runtime/limits.py)."""
         sizes: Counter[str] = Counter()
         for spec in self.traced.parameters.values():
             sizes[str(spec.dtype).removeprefix("torch.")] += spec.numel
         own = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
         most = sizes.most_common(1)[0][0]
-        return own.get(most) == self.precision and all(s.requires_grad for s in self.traced.parameters.values())
+        trained = all(s.requires_grad for s in self.traced.parameters.values())
+        return own.get(most) == self.precision and trained and is_one_chain(self.traced)
 
     def groups(self, partition: Partition) -> list[SettingGroup]:
         return groups_of(partition, self.limits, self.pins)

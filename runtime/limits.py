@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from autopar.errors import PlanMismatchError, SpecError
+from autopar.graph_walks import joined_apart, stage_of_segments
 from autopar.ir import StageGraph, TracedModel
 from autopar.mesh import AXES
 from autopar.plan import Plan
@@ -33,7 +34,7 @@ def refuse_unbuilt(plan: Plan, traced: TracedModel, stages: Sequence[StageGraph]
         _check_sharded(plan, traced, stages)
     _check_schedule(plan)
     if plan.schedule == "zero-bubble" and plan.degrees.pp > 1:
-        _check_split_backward(stages)
+        _check_split_backward(plan, traced, stages)
     own = model_precision(traced)
     if plan.precision not in (own, *_MIXED.get(own, ())):
         raise PlanMismatchError(
@@ -91,9 +92,23 @@ def _check_mixed(plan: Plan, traced: TracedModel) -> None:
         )
 
 
-def _check_split_backward(stages: Sequence[StageGraph]) -> None:
-    """Torch finds a stage's weight gradients from where they meet the path of its input: there must be such a path."""
+def _check_split_backward(plan: Plan, traced: TracedModel, stages: Sequence[StageGraph]) -> None:
+    """Torch finds a stage's weight gradients from where they meet the path of its input: there must be such a path, and
+    weights that meet one another before it, as those of a decoder's first layer do, would have theirs asked twice."""
+    stage_of = stage_of_segments(traced.segments, plan)
+    weights = [n for n in traced.graph_module.graph.nodes if n.op == "get_attr"]
+    made = [n for n in traced.graph_module.graph.nodes if n.op == "call_function"]
     for stage in stages[1:]:
+        received = {n for n in made if n.meta["grad"] and stage_of[n.meta["segment"]] < stage.index}
+        own = [n for n in made if stage_of[n.meta["segment"]] == stage.index]
+        apart = joined_apart([*weights, *own], received)
+        if apart is not None:
+            raise SpecError(
+                f"schedule zero-bubble: weights of stage {stage.index} meet at {apart.meta['key']} before what it "
+                "receives, and the split backward cannot tell their gradients",
+                where="schedule",
+                try_="schedule 1f1b or interleaved",
+            )
         placeholders = {n.name: n for n in stage.graph_module.graph.nodes if n.op == "placeholder"}
         if not any(placeholders[name].meta.get("grad", True) for name in stage.receives):
             raise SpecError(

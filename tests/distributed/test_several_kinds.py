@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 from torch import nn
 
-from autopar.cost_model.search import search
+from autopar.cost_model.candidates import count_settings, settings_of
+from autopar.cost_model.search import Run, search
+from autopar.errors import InfeasiblePlanError, SpecError
 from autopar.ir import TracedModel
-from autopar.passes import prepare
+from autopar.passes import apply, prepare
 from autopar.plan import Plan
+from autopar.runtime.limits import refuse_unbuilt
 from autopar.specs import ClusterSpec, Pins, TrainSpec
 from autopar.trace import trace
 from autopar.verify import verify_plans
@@ -55,3 +58,30 @@ def test_chunks_and_segments_run(name: str) -> None:
     results = verify_plans(partial(build, name), plans)
     failed = [r.text() for r in results if not r.passed]
     assert not failed, "\n\n".join(failed)
+
+
+def test_a_split_backward_needs_one_chain() -> None:
+    """A decoder's first layer has weights that meet before they meet what the encoder gives: torch would ask for their
+    gradients twice. The search does not offer it, and the runtime refuses it."""
+    traced, cluster = prepare(trace(*build("encoder-decoder"))), ClusterSpec.parse("local:2")
+    assert search(traced, cluster, TRAIN, Pins(pp=2)).plan.schedule != "zero-bubble"
+    with pytest.raises(InfeasiblePlanError, match="schedule"):
+        search(traced, cluster, TRAIN, Pins(pp=2, schedule="zero-bubble"))
+    plan = search(traced, cluster, TRAIN, Pins(pp=2, schedule="1f1b", microbatch=1)).plan.replace(
+        schedule="zero-bubble"
+    )
+    with pytest.raises(SpecError, match="stage 1 meet at"):
+        refuse_unbuilt(plan, traced, apply(traced, plan))
+    model, batch = build("windows")
+    windows = prepare(trace(model, batch))
+    found = search(windows, cluster, TRAIN, Pins(pp=2, schedule="zero-bubble", microbatch=1)).plan
+    refuse_unbuilt(found, windows, apply(windows, found))
+
+
+def test_zero_shards_no_weight_that_chunks_of_a_rank_share() -> None:
+    """T5's embedding is read by the encoder's first stage, the decoder's first and the head."""
+    traced = prepare(trace(*build("encoder-decoder")))
+    run = Run(traced, ClusterSpec.parse("local:4"), TRAIN, Pins(pp=2, virtual_stages=3))
+    settings = [s for p in run.partitions for s in settings_of(p, run.limits, run.pins)]
+    assert {s.zero for s in settings if s.degrees.dp == 2} == {0}
+    assert len(settings) == sum(count_settings(p, run.limits, run.pins) for p in run.partitions)
