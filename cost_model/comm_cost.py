@@ -31,6 +31,11 @@ _Rate = tuple[float, float]
 """bytes/s, seconds a message."""
 
 
+_KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+_SIZES = (0.0, 1e3, 1e6, 1e9, 1e12)
+"""Bytes at which two groups are compared: collectives are affine in between (an all-reduce: a minimum of affine)."""
+
+
 @dataclass(frozen=True)
 class GroupCost:
     """Communication cost of one group of `size` ranks; all methods take whole-tensor bytes and return seconds.
@@ -87,6 +92,11 @@ class GroupCost:
         """True if every collective takes at least fewer.size / self.size of what it takes over the smaller group."""
         return _scales(self, fewer)
 
+    def least_pace(self, slower: GroupCost) -> float:
+        """Every collective takes at least this part of its seconds over `slower`, a group of as many."""
+        pairs = [(self.seconds(k, n), slower.seconds(k, n)) for k in _KINDS for n in _SIZES]
+        return min((own / other for own, other in pairs if other > 0), default=1.0)
+
     def _all_reduce(self, whole_bytes: float, bytes_per_s: float, latency_s: float) -> float:
         """The cheaper of a ring and a double tree, as NCCL chooses; in-network reduction moves every byte once."""
         n = self.size
@@ -102,9 +112,7 @@ def _scales(group: GroupCost, fewer: GroupCost) -> bool:
     if fewer.size == 1:
         return False
     share = fewer.size / group.size
-    kinds = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-    sizes = (0.0, 1e3, 1e6, 1e9, 1e12)  # affine in between (an all-reduce: a minimum of affine)
-    return all(group.seconds(k, n) >= share * fewer.seconds(k, n) for k in kinds for n in sizes)
+    return all(group.seconds(k, n) >= share * fewer.seconds(k, n) for k in _KINDS for n in _SIZES)
 
 
 def group_cost(cluster: ClusterSpec, degrees: Degrees, axis: str) -> GroupCost:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,9 +10,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autopar.cost_model.block_prices import BlockPrices
-from autopar.cost_model.candidates import SEGMENTS, Partition, Setting, SettingGroup, least_busy_s, least_whole_s
+from autopar.cost_model.candidates import SEGMENTS, Partition, Setting, SettingGroup
 from autopar.cost_model.comm_cost import GroupCost, group_cost
 from autopar.cost_model.constant_table import load_constants
+from autopar.cost_model.least_busy import least_busy_s, least_whole_s
 from autopar.cost_model.memory import Recipe, frozen_bytes, state_bytes
 from autopar.cost_model.model_prices import ModelPrices
 from autopar.cost_model.own_stack import own_traits
@@ -196,23 +198,30 @@ class Evaluator:
         op takes at most so much longer as there are fewer ranks, and so does a collective if `GroupCost.scales_from`
         says so.
         """
+        return self._least_step_s(partition, self.known_whole_s(partition) + self._least_exchange_s(partition))
+
+    def known_whole_s(self, partition: Partition) -> float:
+        """Of `rough_bound_s`, the seconds of a micro-batch through the whole model, without exchanges over cp."""
         d, whole_s = partition.degrees, 0.0
         for tp in self._bounding_tp(d):
             known = self._whole_s[tp, partition.sequence_sharding]
             whole_s = max(whole_s, known.least(partition.micro_batch, d.cp) * tp / d.tp)
-        whole_s += self._least_exchange_s(partition)
-        return self._least_step_s(partition, whole_s)
+        return whole_s
 
     def block_bound_s(self, partition: Partition) -> float:
         """Lower bound with exact prices of the blocks, in seconds.
 
         Raises InfeasiblePlanError if a pinned placement fits no strategy."""
-        blocks, d = self.blocks(partition), partition.degrees
-        known = self._whole_s[d.tp, partition.sequence_sharding]
-        whole_s = self._busy_s(blocks, partition.sequence_sharding)
-        known.add(partition.micro_batch, d.cp, whole_s, self.prices.batch_free_s(d.cp))
-        whole_s += self._least_exchange_s(partition)
-        return self._least_step_s(partition, whole_s)
+        return self._least_step_s(partition, self.learned_s(partition) + self._least_exchange_s(partition))
+
+    def learned_s(self, partition: Partition) -> float:
+        """Seconds of a micro-batch through the whole model by exact prices of its blocks, which are known from now on.
+
+        Raises InfeasiblePlanError if a pinned placement fits no strategy."""
+        d, sharding = partition.degrees, partition.sequence_sharding
+        whole_s = self._busy_s(self.blocks(partition), sharding)
+        self._whole_s[d.tp, sharding].add(partition.micro_batch, d.cp, whole_s, self.prices.batch_free_s(d.cp))
+        return whole_s
 
     def _least_exchange_s(self, partition: Partition) -> float:
         """Lower bound of a micro-batch's exchanges over cp: keys cut over all of tp, rings hidden as far as can be."""
@@ -266,6 +275,19 @@ class Evaluator:
             p = end.price
             parts[name] = p.forward_s + p.backward_s + p.forward_communication_s + p.backward_communication_s
         return parts
+
+    def least_pace(self, slower: Evaluator, degrees: Degrees) -> float:
+        """Every layout of a block takes at least this part of its seconds on the devices and tp links of `slower`."""
+        group, other = (group_cost(of.cluster, degrees, "tp") for of in (self, slower))
+        pace = self.prices.machine.least_pace(slower.prices.machine)
+        if degrees.tp > 1:
+            hidden = 1 - self._constants["tp_hidden"], 1 - self._constants["tp_linear_hidden"]
+            pace = min(pace, group.least_pace(other) * math.prod(hidden) if self._hides_tp else group.least_pace(other))
+        return pace
+
+    @property
+    def _hides_tp(self) -> bool:
+        return not {"tp_ring", "tp_linear"}.isdisjoint(self.cluster.stack.overlap)
 
     def _busy_s(self, blocks: BlockPrices, sequence_sharding: bool) -> float:
         """`busy_parts` of the whole model."""

@@ -41,7 +41,8 @@ def largest_excess(other: Mapping[str, float], best: Mapping[str, float]) -> str
 
 
 def across_slow_link(cluster: ClusterSpec, solved: Iterable[Evaluation], proven_s: float) -> str:
-    """The fastest plan with tp or cp over the outermost link, and the fastest without; "" if no link is the slow one.
+    """The fastest plan with tp or cp over the outermost link, and the fastest without; "" for a single device or node.
+    Where one link joins all devices none is the slow one: then what stands side by side is tp or cp, and neither.
 
     `solved` are the best settings of the layouts that were worked out; no other is faster than `proven_s`.
     """
@@ -54,8 +55,10 @@ def across_slow_link(cluster: ClusterSpec, solved: Iterable[Evaluation], proven_
         d = e.setting.degrees
         (across if d.tp * d.cp > span else inside).append(e)
     name = cluster.links[-1].name
-    texts = [f"{how} it {_fastest(found, proven_s)}" for how, found in (("across", across), ("inside", inside))]
-    return f"tp and cp by the slow link {name}: {'; '.join(texts)}"
+    with_it, without = _fastest(across, proven_s), _fastest(inside, proven_s)
+    if span == 1:
+        return f"all devices are joined by {name}: with tp or cp {with_it}; with neither {without}"
+    return f"tp and cp by the slow link {name}: across it {with_it}; inside it {without}"
 
 
 def _fastest(found: Iterable[Evaluation], proven_s: float) -> str:

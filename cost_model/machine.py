@@ -16,6 +16,7 @@ factor of the stack's elementwise class: chains it cannot fuse, dropout, statist
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -36,6 +37,12 @@ _ALIGNED_BYTES = 16
 _UNFUSED_FORWARD_BYTES, _UNFUSED_BACKWARD_BYTES = 11.0, 17.0
 """Per score in 16 bits: forward scores written (2), masked softmax (2 + 2), dropout with mask (2 + 2 + 1); backward
 dropout (2 + 1 + 2), softmax (2 + 2 + 2), gradient of scores written and twice read (2 + 4)."""
+
+
+_RATES = ("matmul_flops_per_s", "attention_flops_per_s", "bytes_per_s")
+_GROWS_WITH = ("elementwise_traffic", "wave_elements", "k_fill", "unaligned_slowdown", "seq_half", "head_dim_half",
+               "softmax_traffic")  # fmt: skip
+"""Seconds are inverse to the rates, and grow with the others no more than in proportion."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +101,17 @@ class Machine:
     def in_16_bits(self) -> Machine:
         """The same machine where the fp8 recipe does not apply (embedding, head, loss)."""
         return replace(self, fp8_flops_per_s=None) if self.fp8_flops_per_s else self
+
+    def least_pace(self, slower: Machine) -> float:
+        """Every kernel takes at least this part of its seconds on `slower`; 0 if they differ in what they run."""
+        alike = {name: getattr(slower, name) for name in ("launch_s", *_RATES, *_GROWS_WITH)}
+        if replace(self, **alike) != slower:
+            return 0.0
+        launch = self.launch_s / slower.launch_s if slower.launch_s > 0 else 1.0
+        grown = [getattr(self, name) / getattr(slower, name) for name in _GROWS_WITH if getattr(slower, name) > 0]
+        rates = (getattr(slower, name) / getattr(self, name) for name in _RATES)
+        least: float = min(launch, *rates) * math.prod(min(1.0, part) for part in grown)
+        return least
 
     def kernel_s(self, kernel: Kernel) -> float:
         """Seconds of one kernel."""

@@ -47,6 +47,7 @@ class MixedEvaluator:
         rooms = [view.device.memory_bytes - view.device.reserved_bytes for view in self._views]
         sizes = [group.num_devices for group in cluster.groups]
         self._mean_room_bytes = float(np.average(rooms, weights=sizes))
+        self._paces: dict[tuple[int, Degrees], float] = {}
         self._sharp: dict[Setting, list[float]] = {}
         self.found: dict[Setting, tuple[Order, MixedPrice]] = {}
 
@@ -67,14 +68,29 @@ class MixedEvaluator:
         return self._least_step_s(partition, parts)
 
     def rough_bound_s(self, partition: Partition) -> float:
-        """None: what is known of the best layout at other sizes says nothing of one that was found for others."""
-        return 0.0
+        """Lower bound from prices that are known on the slowest devices, in seconds: whatever the layout, a group takes
+        at least a part of what they take (`Evaluator.least_pace`), and the stages divide the work by it."""
+        d = partition.degrees
+        if not self._orders[d]:
+            return np.inf
+        whole_s = self._slowest.known_whole_s(partition)
+        paces = [self._pace(group, d) for group in range(len(self._evaluators))]
+        if min(paces) <= 0:
+            return 0.0
+        owner = self._owner(self._orders[d][0], d)
+        slowest_s = whole_s / sum(1 / paces[group] for group in owner)
+        return self._paced_step_s(partition, slowest_s, whole_s * min(paces))
+
+    def _pace(self, group: int, degrees: Degrees) -> float:
+        if (group, degrees) not in self._paces:
+            self._paces[group, degrees] = self._evaluators[group].least_pace(self._slowest, degrees)
+        return self._paces[group, degrees]
 
     def block_bound_s(self, partition: Partition) -> float:
         """Lower bound with exact prices of the blocks, in seconds.
 
         Raises InfeasiblePlanError if a pinned placement fits no strategy."""
-        self._slowest.blocks(partition)  # finds the layouts
+        self._slowest.learned_s(partition)  # finds the layouts
         sharding = partition.sequence_sharding
         return self._least_step_s(partition, lambda own: own.busy_parts(own.blocks(partition), sharding))
 
@@ -86,7 +102,11 @@ class MixedEvaluator:
         times = np.array([list(found.values()) for found in of_groups]).T
         owner = self._owner(self._orders[partition.degrees][0], partition.degrees)
         slowest_s = shared_s(numbers, times, owner, stage_shares(numbers, times, owner))
-        flow_s = float(numbers @ times.min(axis=1))
+        return self._paced_step_s(partition, slowest_s, float(numbers @ times.min(axis=1)))
+
+    def _paced_step_s(self, partition: Partition, slowest_s: float, flow_s: float) -> float:
+        """If the slowest stage and all of them together take as long for a micro-batch."""
+        prices = self._slowest.prices
         m, pp, layers = partition.micro_batches, partition.degrees.pp, len(prices.traced.layers)
         chunks = layers // pp if partition.fills_rounds else 1
         if partition.fills_rounds and self._slowest.splits_backward:

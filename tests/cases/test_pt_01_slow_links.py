@@ -44,7 +44,7 @@ def cluster_of(inside: float, between: float, per_node: int, nodes: int = 2) -> 
 
 def both_numbers(notices: tuple[str, ...]) -> tuple[float, float]:
     """(across, inside) seconds of a step, or the bound that is stated."""
-    (note,) = [n for n in notices if "slow link ethernet" in n]
+    (note,) = [n for n in notices if "by the slow link ethernet" in n or "devices are joined by ethernet" in n]
     across, inside = re.findall(r"([\d.e+-]+) s a step", note)
     return float(across), float(inside)
 
@@ -69,6 +69,7 @@ def test_pt_01_one_device_a_node(layers_of_13b: TracedModel) -> None:
     result = search(layers_of_13b, cluster, TRAIN)
     assert result.plan.degrees.tp == 1
     across, inside = both_numbers(result.notices)
+    assert not any("slow link" in notice for notice in result.notices), "no other link is faster"
     assert inside < across
     pinned = search(layers_of_13b, cluster, TRAIN, Pins(tp=2)).plan.prediction["step_time_s"]
     assert pinned >= across * (1 - 1e-3)

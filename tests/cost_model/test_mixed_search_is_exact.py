@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from autopar.cost_model.mixed_search import MixedRun
 from autopar.cost_model.mixed_stages import MixedPrice
 from autopar.cost_model.pipeline_ilp import step_time
 from autopar.cost_model.search import Run
+from autopar.hardware import preset
 from autopar.ir import TracedModel
 from autopar.mixed_cluster import as_slowest, mixed_cluster
 from autopar.search_spec import SearchSpec
@@ -88,6 +90,7 @@ def brute_run(run: MixedRun, group: SettingGroup, index: int) -> float:
 def check_bounds(run: MixedRun, partition: Partition) -> float:
     """The best step of the partition; no bound is above what it bounds."""
     evaluator, best = run.evaluator, math.inf
+    rough = evaluator.rough_bound_s(partition)
     for group in run.run.groups(partition):
         quick, sharp = evaluator.bounds_s(group), evaluator.bounds_s(group, sharp=True)
         for i in range(len(group.runs)):
@@ -96,7 +99,9 @@ def check_bounds(run: MixedRun, partition: Partition) -> float:
             assert sharp[i] <= exact_s * (1 + 1e-9), group.setting(i)
             best = min(best, exact_s)
     assert evaluator.analytic_bound_s(partition) <= best * (1 + 1e-9), partition
-    assert evaluator.block_bound_s(partition) <= best * (1 + 1e-9), partition
+    blocks = evaluator.block_bound_s(partition)
+    assert rough <= best * (1 + 1e-9), partition
+    assert blocks <= best * (1 + 1e-9), partition
     return best
 
 
@@ -107,6 +112,23 @@ def test_work_is_divided_in_proportion_to_speed() -> None:
     assert shared_s(*one, [0, 1, 1], stage_shares(*one, [0, 1, 1])) == pytest.approx(9 / 5)
     two = np.array([1.0, 1.0]), np.array([[1.0, 10.0], [10.0, 1.0]])
     assert shared_s(*two, [0, 1], stage_shares(*two, [0, 1])) == pytest.approx(1.0)
+
+
+def test_prices_known_from_one_size_bound_another(traced: list[TracedModel]) -> None:
+    """On GPUs of two generations, whatever was priced before."""
+    old, new = preset("dgx-a100-80g", 1), preset("dgx-h100", 1)
+    groups = tuple(GroupSpec(name=p.name, device=p.device, num_devices=2, links=(replace(p.links[0], span=2),))
+                   for p in (old, new))  # fmt: skip
+    cluster = mixed_cluster("generations", groups, replace(old.links[-1], span=4), StackSpec())
+    train = TrainSpec(global_batch=64, seq_len=64)
+    run = MixedRun(Run(traced[1], as_slowest(cluster), train, Pins()), cluster, SearchSpec())
+    order = random.Random(0).sample(run.run.partitions, len(run.run.partitions))
+    told = 0
+    for partition in order:
+        rough, blocks = run.evaluator.rough_bound_s(partition), run.evaluator.block_bound_s(partition)
+        assert rough <= blocks * (1 + 1e-9), partition
+        told += rough > 0.3 * blocks
+    assert told > len(order) // 2
 
 
 @pytest.mark.parametrize("first", range(0, INSTANCES, AT_ONCE))
