@@ -34,6 +34,7 @@ from autopar.cost_model.sharding_rules import LOSSES
 from autopar.cost_model.solver import SolverPolicy
 from autopar.cost_model.strategy_table import attention_over_sequence, strategy_table
 from autopar.errors import InfeasiblePlanError
+from autopar.graph_walks import repeated_for_attention
 from autopar.ir import Segment, TracedModel
 from autopar.placement import Placement, Shard, parse_placement
 from autopar.plan import match_path
@@ -322,8 +323,10 @@ def _probes(size: Fraction, known: Mapping[Fraction, Layout], seq_len: int) -> t
 
 
 def _heads_of(attention: fx.Node, argument: int) -> int:
+    """Of keys and values as they are sent: before their heads are repeated."""
     source = attention.args[argument]
     assert isinstance(source, fx.Node)
+    source = repeated_for_attention(source) or source
     size = source.meta["shape"][1]
     return int(
         size if isinstance(size, int) else size.as_coeff_Mul()[0]

@@ -20,6 +20,7 @@ from autopar.plan import Plan
 from autopar.specs import ClusterSpec, Pins, StackSpec, TrainSpec
 from autopar.trace import trace
 from tests import models
+from tests.cost_model.random_runs import of_kinds
 
 TRAIN = TrainSpec(global_batch=8, seq_len=16)
 
@@ -53,11 +54,12 @@ CLUSTERS = {
 }
 
 
+@pytest.mark.parametrize("kind", [None, "alternating", "first"])
 @pytest.mark.parametrize("name", CLUSTERS)
-def test_pruning_never_loses_the_optimum(gpt: TracedModel, name: str) -> None:
+def test_pruning_never_loses_the_optimum(gpt: TracedModel, name: str, kind: str | None) -> None:
     """Every setting solved without any bound gives the same best step; no bound is above what it bounds."""
-    cluster = CLUSTERS[name]
-    exhaustive = Run(gpt, cluster, TRAIN, Pins())
+    cluster, model = CLUSTERS[name], of_kinds(gpt, kind) if kind else gpt
+    exhaustive = Run(model, cluster, TRAIN, Pins())
     expected = float("inf")
     for partition in exhaustive.partitions:
         analytic = exhaustive.evaluator.analytic_bound_s(partition)
@@ -70,7 +72,7 @@ def test_pruning_never_loses_the_optimum(gpt: TracedModel, name: str) -> None:
                 assert max(analytic, rough, blocks) * (1 - 1e-9) <= quick[i] <= found
                 assert quick[i] * (1 - 1e-9) <= sharp[i] <= found
                 expected = min(expected, found / (1 + 1e-9))
-    result = search(gpt, cluster, TRAIN)
+    result = search(model, cluster, TRAIN)
     assert result.plan.prediction["step_time_s"] == pytest.approx(expected, rel=1e-9)
     assert result.statistics["status"] == "optimal"
     assert result.statistics["solved"] < result.statistics["candidates"]
