@@ -173,6 +173,24 @@ def test_optimal_on_random_instances() -> None:
     assert classes == {"chunks": {1, 2, 3}, "segments": {1, 2, 3}}
 
 
+def test_ranks_between_the_ends_hold_as_many_layers_or_the_earlier_ones_one_more() -> None:
+    """Several chunks of several classes on four and five ranks, where not every cut is listed."""
+    rng, uneven = random.Random(1), 0
+    for _ in range(40):
+        stages, layers = rng.choice([4, 5]), tuple(rng.randrange(2) for _ in range(rng.randint(10, 13)))
+        classes = tuple(LayerClass((LayerMode("none", rng.uniform(0.5, 2), 1.0),), 0.0) for _ in range(2))
+        costs = tuple(StageCost(time_s=rng.uniform(0, 1)) for _ in range(stages))
+        problem = PipelineProblem(layers, classes, costs, 8, 1e9, virtual_stages=2)
+        expected, found = brute_force(problem), solved(problem)
+        assert expected is not None
+        assert found is not None
+        assert found.step_s == pytest.approx(expected, rel=1e-9)
+        between = sizes(found)[1:-1]
+        assert between == sorted(between, reverse=True)
+        uneven += between[0] > between[-1]
+    assert uneven > 5
+
+
 def test_memory_needed_is_the_border_of_feasibility() -> None:
     for seed in range(40):
         problem = random_problem(seed)
