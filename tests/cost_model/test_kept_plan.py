@@ -128,6 +128,16 @@ def test_what_is_much_slower_or_impossible_is_given_up(traced: TracedModel) -> N
     assert any("does not fit in memory" in notice for notice in result.notices), result.notices
 
 
+def test_the_fraction_that_is_stated_decides(traced: TracedModel) -> None:
+    """A plan that is slower by a known part is kept within a little more, and given up within a little less."""
+    best = search(traced, linked(1e9), TRAIN, PINS).plan
+    slow = search(traced, linked(1e9), TRAIN, replace(PINS, pp=2, microbatch=1, schedule="1f1b")).plan
+    slower = slow.prediction["step_time_s"] / best.prediction["step_time_s"] - 1
+    for factor, kept in ((1.001, slow), (0.999, best)):
+        found = search(traced, linked(1e9), TRAIN, PINS, SearchSpec(keep=slow, keep_within=slower * factor)).plan
+        assert choices(found) == choices(kept)
+
+
 def test_keeping_is_by_step_time_on_equal_devices(traced: TracedModel) -> None:
     plan = search(traced, linked(1e9), TRAIN, PINS).plan
     with pytest.raises(SpecError, match="kept by its step time"):
