@@ -13,6 +13,7 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx
+from torch.utils._python_dispatch import _disable_current_modes
 
 from autopar.blocks import op_name
 from autopar.graph_walks import holds, shapes_of
@@ -141,7 +142,8 @@ class RowProbe(_Probe):
             return False
         key = _key(node)
         if key not in self._known:
-            self._known[key] = self._mixes(node)
+            with _disable_current_modes():  # a dry run rewrites under tensors without data
+                self._known[key] = self._mixes(node)
         return self._known[key]
 
     def _mixes(self, node: fx.Node) -> bool | None:
@@ -173,7 +175,8 @@ class EndProbe(_Probe):
             return max((before.get(n, 0) for n in node.all_input_nodes), default=0)
         key = (_key(node), tuple(before.get(n, 0) for n in node.all_input_nodes))
         if key not in self._known:
-            self._known[key] = self._unlike(node, before)
+            with _disable_current_modes():
+                self._known[key] = self._unlike(node, before)
         return self._known[key]
 
     def _unlike(self, node: fx.Node, before: Mapping[fx.Node, int]) -> int | None:
