@@ -51,7 +51,8 @@ class BlockWork:
     collectives        (kind, whole-tensor bytes, FORWARD | BACKWARD | ONCE_A_STEP | FORWARD_ONLY)
     again              kernels of `forward`, from the first, that a second run computes before it has all that
                        backward reads and stops; FORWARD_ONLY collectives come after that
-    at_weights_bytes   most that the block holds of its own while its backward makes a weight's gradient
+    at_weights_bytes   most that the block holds of its own while its backward makes a weight's gradient, if that
+                       joins others, and if the block's gradients stay
     """
 
     forward: Kernels
@@ -61,7 +62,7 @@ class BlockWork:
     working_bytes: float
     strategies: Mapping[fx.Node, NodeStrategy] = field(default_factory=dict, repr=False)
     again: int | None = None
-    at_weights_bytes: float = 0.0
+    at_weights_bytes: tuple[float, float] = (0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -182,22 +183,27 @@ def block_work(
 def _at_weights_bytes(
     nodes: Sequence[fx.Node], layout: Mapping[fx.Node, NodeStrategy], measures: BlockMeasures, tp: int,
     parameters: frozenset[str],
-) -> float:  # fmt: skip
+) -> tuple[float, float]:  # fmt: skip
     """Most over the ops that read trained weights: what they and the ops before kept (those behind have given up
-    theirs), gradients of the op's activations, and that of the weight, which joins the others once it is whole."""
+    theirs), gradients of the op's activations, and that of the weight; in the second figure with those of the weights
+    behind, which are made before."""
     kept_by: dict[fx.Node, list[KeptTensor]] = {}
     for kept in measures.kept:
         kept_by.setdefault(kept.keeper, []).append(kept)
     held: dict[tuple[fx.Node, str], float] = {}
-    most = 0.0
+    steps: list[tuple[float, float]] = []  # (what is held beside gradients of weights, that of the op's)
     for node in nodes:
         if node in kept_by:
             held |= local_storages(kept_by[node], measures.kept_elements, layout, tp, parameters)
         weights = [n for n in node.all_input_nodes if n.op == "get_attr" and is_weight(n) and n.meta.get("grad")]
         if weights and node in layout:
             made = sum(measures.tensor_bytes[n] / (tp if layout[n][1].is_shard else 1) for n in weights if n in layout)
-            most = max(most, sum(held.values()) + _touched_bytes(node, layout[node], measures, tp) + made)
-    return most
+            steps.append((sum(held.values()) + _touched_bytes(node, layout[node], measures, tp), made))
+    most, most_staying, staying = 0.0, 0.0, 0.0
+    for beside, made in reversed(steps):
+        staying += made
+        most, most_staying = max(most, beside + made), max(most_staying, beside + staying)
+    return most, most_staying
 
 
 def _second_run(position: Mapping[fx.Node, int], measures: BlockMeasures) -> tuple[int, bool]:

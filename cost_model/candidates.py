@@ -240,7 +240,8 @@ def count_settings(partition: Partition, limits: ModelLimits, pins: Pins) -> int
 
 def _schedules(partition: Partition, limits: ModelLimits, pins: Pins) -> Iterator[tuple[str, int]]:
     """(schedule, chunks a rank). Looped schedules go in equal rounds of micro-batches, and pay off only with one for
-    each stage; gpipe takes as long as 1F1B and holds more, so it is for fewer micro-batches than stages, or a pin."""
+    each stage; gpipe takes as long as 1F1B and holds more, so it is for fewer micro-batches than stages, or a pin.
+    Under zero-bubble nothing is recomputed: autograd would run a layer again for each weight gradient put off."""
     pp, m = partition.degrees.pp, partition.micro_batches
     wanted = pins.virtual_stages
 
@@ -257,7 +258,8 @@ def _schedules(partition: Partition, limits: ModelLimits, pins: Pins) -> Iterato
         yield "gpipe", 1
     if not partition.fills_rounds:
         return
-    if limits.splits_backward and asked("zero-bubble") and pins.zero in (None, 0):
+    whole = pins.checkpoint in (None, "none") and pins.zero in (None, 0)
+    if limits.splits_backward and asked("zero-bubble") and whole:
         yield "zero-bubble", 1
     together = limits.equal_layers or pins.checkpoint_segment in (None, 1)  # see `PipelineProblem`
     most = limits.layers // pp if together else 1
@@ -332,6 +334,8 @@ def _rules_of_pins(limits: ModelLimits, pins: Pins) -> str:
         rules += " and micro-batches in equal rounds of at least pp"
         if not limits.equal_layers and pins.checkpoint_segment not in (None, 1):
             rules += ", and segments over layers of several kinds a single chunk"
+    if pins.schedule == "zero-bubble" and pins.checkpoint not in (None, "none"):
+        rules += ", zero-bubble recomputes nothing (each put-off weight gradient would run its layer again)"
     if pins.zero:
         rules += f", dp x cp has to be above 1 for zero {pins.zero} to shard anything"
     if pins.zero_group not in (None, 0):

@@ -167,17 +167,20 @@ class Evaluator:
         return trained * self._state_bytes(setting) + frozen * own + kept
 
     def _held(self, partition: Partition) -> tuple[float, float, float]:
-        """Trained and frozen parameters of the mean stage, and bytes that the leanest layer keeps."""
+        """Trained and frozen parameters of the mean stage, and bytes that the leanest layer keeps beside all gradients
+        (a lone micro-batch has given up its own by then)."""
         blocks, pp = self.blocks(partition), partition.degrees.pp
         units = [(n, blocks.layers[c].unit) for c, n in self.prices.repeats.items()]
         units += [(1, blocks.prologue), (1, blocks.epilogue)]
         held = sum(n * unit.parameters for n, unit in units) - (blocks.tied_parameters if pp == 1 else 0.0)
         frozen = sum(n * unit.frozen for n, unit in units) - (blocks.tied_frozen if pp == 1 else 0.0)
         kept = min((layer.bytes.saved for layer in blocks.layers.values()), default=0.0)
-        return (held - frozen) / pp, frozen / pp, kept
+        return (held - frozen) / pp, frozen / pp, kept if partition.micro_batches > 1 else 0.0
 
     def _state_bytes(self, setting: Setting) -> float:
-        return sum(state_bytes(self.recipe, setting.zero, setting.zero_shard, fully_sharded=True).values())
+        single = setting.micro_batches == 1
+        held = state_bytes(self.recipe, setting.zero, setting.zero_shard, fully_sharded=True, single=single)
+        return sum(held.values())
 
     def analytic_bound_s(self, partition: Partition) -> float:
         """Lower bound of the step in seconds from single-rank prices alone; infinite if no level of ZeRO fits."""
@@ -314,7 +317,9 @@ class Evaluator:
         return both_s * (1 - hidden), both_s
 
     def _least_kept_bytes(self, partition: Partition) -> float:
-        """What the leanest layer keeps for its backward, cut over all of cp and tp."""
+        """What the leanest layer keeps for its backward beside all gradients, cut over all of cp and tp."""
+        if partition.micro_batches == 1:
+            return 0.0
         whole, d = self.prices.single_rank(partition.micro_batch), partition.degrees
         return min((layer.bytes.saved for layer in whole.layers.values()), default=0.0) / (d.cp * d.tp)
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from autopar.cost_model.candidates import Partition, Setting
 from autopar.cost_model.evaluate import Evaluation, Evaluator
+from autopar.cost_model.moments import first_and_last_flights
 
 __all__ = ["least_memory"]
 
@@ -20,14 +21,19 @@ def least_memory(
     """(the setting whose fullest stage needs least device memory, `needed_bytes`, ties to the simpler one; bytes that
     none needs less than, which is as much unless the deadline of `time.perf_counter` ended the search).
 
-    Exact: memory never falls with the micro-batch (with it fewer are in flight, but not fewer sequences) or with the
-    chunks of a rank, so of each layout only the smallest of both are looked at; of these, in order of what parameters
-    alone take, those whose bound is below the best.
+    Exact: where as many micro-batches are in flight when all gradients are there as ever, memory never falls with the
+    micro-batch (with it fewer are in flight, but not fewer sequences) or with the chunks of a rank, so of these
+    settings only the smallest of both are looked at; of all, in order of what parameters alone take, those whose bound
+    is below the best.
     """
     waiting: list[tuple[float, tuple[int, ...], Partition | Setting]] = [
-        (evaluator.least_bytes_of(p), p.order, p) for p in _smallest(partitions)
+        (evaluator.least_bytes_of(p), p.order, p) for p in partitions
     ]
     heapq.heapify(waiting)
+    smallest: dict[object, int] = {}
+    for p in partitions:
+        key = (p.degrees, p.sequence_sharding)
+        smallest[key] = min(p.micro_batch, smallest.get(key, p.micro_batch))
     reserved = evaluator.cluster.device.reserved_bytes
     best: Evaluation | None = None
     while waiting and (best is None or waiting[0][0] + reserved <= best.needed_bytes):
@@ -35,11 +41,10 @@ def least_memory(
             return best, waiting[0][0] + reserved
         _, _, item = heapq.heappop(waiting)
         if isinstance(item, Partition):
-            settings = settings_of(item)
-            chunks = min(s.virtual_stages for s in settings)
-            for s in settings:
-                if s.virtual_stages == chunks:
-                    heapq.heappush(waiting, (evaluator.least_bytes(s), s.order, s))
+            for s in _worth_a_look(
+                settings_of(item), item.micro_batch == smallest[item.degrees, item.sequence_sharding]
+            ):
+                heapq.heappush(waiting, (evaluator.least_bytes(s), s.order, s))
         else:
             found = evaluator.lacking(item)
             if best is None or _rank(found) < _rank(best):
@@ -48,14 +53,18 @@ def least_memory(
     return best, best.needed_bytes
 
 
-def _smallest(partitions: Sequence[Partition]) -> list[Partition]:
-    """Of each layout the one with the smallest micro-batch."""
-    smallest: dict[object, Partition] = {}
-    for p in partitions:
-        key = (p.degrees, p.sequence_sharding)
-        if key not in smallest or p.micro_batch < smallest[key].micro_batch:
-            smallest[key] = p
-    return list(smallest.values())
+def _worth_a_look(settings: Sequence[Setting], smallest: bool) -> list[Setting]:
+    """Those with fewer in flight when all gradients are there; of the others those with fewest chunks, if their
+    micro-batch is the smallest."""
+    chunks = min(s.virtual_stages for s in settings)
+    return [s for s in settings if _drains(s) or (smallest and s.virtual_stages == chunks)]
+
+
+def _drains(setting: Setting) -> bool:
+    """Whether the first backwards leave less in flight than they found, on some stage."""
+    runs, pp = [(setting.schedule, setting.virtual_stages)], setting.degrees.pp
+    first, last = first_and_last_flights(runs, pp, setting.micro_batches)
+    return bool((last < first).any())
 
 
 def _rank(found: Evaluation) -> tuple[float, tuple[int, ...]]:

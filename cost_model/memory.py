@@ -1,7 +1,7 @@
 """Bytes a rank holds: the formulas that the search and the pricing of given runs share.
 
-Precision recipes of parameters, gradients and optimizer, what ZeRO leaves of them, micro-batches in flight, what a
-layer keeps in each mode of recomputation, and the peak at the loss.
+Precision recipes of parameters, gradients and optimizer, what ZeRO leaves of them, what a layer keeps in each mode of
+recomputation, and the peak at the loss. When they are there at once is said by `moments`.
 
 bytes per parameter      parameter  gradient  master  each Adam moment
   fp32, fp64             4, 8       as it     -       as it
@@ -11,11 +11,8 @@ bytes per parameter      parameter  gradient  master  each Adam moment
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from autopar.errors import SpecError, nearest
@@ -25,17 +22,13 @@ __all__ = [
     "COMPUTE_DTYPES",
     "LayerBytes",
     "Recipe",
-    "flights",
     "frozen_bytes",
     "gathered_bytes",
-    "in_flight",
     "loss_bytes",
     "mixed_recipe",
     "recipe",
     "state_bytes",
 ]
-
-Floats = npt.NDArray[np.float64]
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "logits", "communication", "reserved")
 
@@ -89,20 +82,24 @@ def mixed_recipe(gradient_bytes: float) -> Recipe:
     return Recipe(2, gradient_bytes, 12, master_bytes=4)
 
 
-def state_bytes(recipe: Recipe, zero: int, shard: int, *, fully_sharded: bool = False) -> dict[str, float]:
+def state_bytes(
+    recipe: Recipe, zero: int, shard: int, *, fully_sharded: bool = False, single: bool = False
+) -> dict[str, float]:
     """Bytes a parameter of "parameters", "gradients" and "optimizer" on one of `shard` ranks that share a copy.
 
     fully_sharded: the stack shards by FSDP: masters are shards, and below level 3 a whole 16-bit copy is kept for the
     step; at level 1 the gradients too are whole until the last micro-batch, and the shards come as they go
-    (docs/zero.md).
+    (docs/zero.md). single: the step has one micro-batch: at levels 1 and 2 whole parameters are given up as shards of
+    gradients come, which are never larger, so that both are never there at once.
     """
     shard = max(1, shard)
     if zero == 3 or (zero and fully_sharded):
         wide = recipe.master_bytes or recipe.parameter_bytes
         moments = recipe.optimizer_bytes - recipe.master_bytes
+        gradients = wide / (1 if zero == 1 else shard)
         return {
             "parameters": wide / shard + (recipe.parameter_bytes if zero < 3 else 0),
-            "gradients": wide / (1 if zero == 1 else shard),
+            "gradients": 0.0 if single and zero < 3 else gradients,
             "optimizer": moments / shard,
         }
     return {
@@ -158,34 +155,3 @@ def loss_bytes(logits: float, head_input: float, loss: str, tp: int, element_byt
 def gathered_bytes(layer_parameters: float, end_parameters: float, gather_bytes: float) -> float:
     """ZeRO 3: two layers and the ends gathered; gradients of the ends whole, as wide, until they are reduced."""
     return 2 * gather_bytes * (layer_parameters + end_parameters)
-
-
-def in_flight(schedule: str, stage: int, stages: int, micro_batches: int, virtual_stages: int = 1) -> float:
-    """Micro-batches whose activations a stage holds at its peak, in units of all its layers.
-
-    Without a pipeline each is done before the next. Interleaving warms up with two more chunks a stage and one round
-    of all chunks but one (Megatron-LM's schedule); zero-bubble puts off as many weight gradients as it saves.
-    """
-    if stages == 1:
-        return 1
-    if schedule == "gpipe":
-        return micro_batches
-    if schedule == "zero-bubble":
-        return min(micro_batches, stages)
-    if virtual_stages == 1:
-        return min(micro_batches, stages - stage)
-    in_round = micro_batches // max(1, micro_batches // stages)
-    chunks = (stages - stage - 1) * 2 + (virtual_stages - 1) * in_round + 1
-    return min(micro_batches * virtual_stages, chunks) / virtual_stages
-
-
-def flights(runs: Sequence[tuple[str, int]], stages: int, micro_batches: int) -> Floats:
-    """`in_flight` of every stage under several (schedule, chunks a rank): [run, stage]."""
-    v = np.array([chunks for _, chunks in runs], dtype=np.float64)[:, None]
-    after = np.arange(stages, dtype=np.float64)[::-1]
-    in_round = micro_batches // max(1, micro_batches // stages)
-    found: Floats = np.minimum(micro_batches * v, 2 * after + (v - 1) * in_round + 1) / v
-    for row, (schedule, chunks) in enumerate(runs):
-        if chunks == 1 or stages == 1:
-            found[row] = [in_flight(schedule, s, stages, micro_batches, chunks) for s in range(stages)]
-    return found

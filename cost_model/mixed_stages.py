@@ -119,7 +119,8 @@ class MixedPrice:
         return {**found, "straggler": busy * (self.slowdown - 1), "overhead": self.overhead_s}
 
     def memory(self, solution: PipelineSolution) -> tuple[dict[str, int], ...]:
-        ranks = [self.prices[g].stage_bytes(s, stage)
+        problems = [price.problem(solution.segment) for price in self.prices]
+        ranks = [self.prices[g].stage_bytes(s, stage, problems[g])
                  for s, (g, stage) in enumerate(zip(self.owner, solution.stages, strict=True))]  # fmt: skip
         return tuple(ranks * self.setting.virtual_stages)
 

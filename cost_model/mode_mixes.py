@@ -37,14 +37,16 @@ class LayerMode:
 
 @dataclass(frozen=True)
 class LayerClass:
-    """Layers of equal structure. `static_bytes` is what parameters, gradients and optimizer of one layer take;
-    `put_off_s` the part of a backward that zero-bubble moves to the end; `whole_bytes` what a layer keeps when nothing
-    is recomputed, which a recomputed segment holds for each of its layers at once."""
+    """Layers of equal structure. `static_bytes` is what one layer takes from the start (parameters, optimizer) and
+    `gradient_bytes` what comes with its gradients, `put_off_s` the part of a backward that zero-bubble moves to the
+    end, `whole_bytes` what a layer keeps when nothing is recomputed, which a recomputed segment holds for each of its
+    layers at once."""
 
     modes: tuple[LayerMode, ...]
     static_bytes: float
     put_off_s: float = 0.0
     whole_bytes: float = 0.0
+    gradient_bytes: float = 0.0
 
 
 @dataclass(frozen=True)

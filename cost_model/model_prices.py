@@ -216,8 +216,10 @@ class ModelPrices:
             return attention_over_context(found, cp)
 
         def unit(done: BlockWork, held: Mapping[str, float], **attention: float) -> Unit:
-            frozen = sum(n for name, n in held.items() if not self.traced.parameters[name].requires_grad)
-            return Unit(done, price_work(done, self.machine, group), sum(held.values()), frozen=frozen, **attention)
+            trained = {name: n for name, n in held.items() if self.traced.parameters[name].requires_grad}
+            whole = sum(held.values())
+            return Unit(done, price_work(done, self.machine, group), whole, frozen=whole - sum(trained.values()),
+                        sizes=trained, **attention)  # fmt: skip
 
         border = self.border_bytes(micro_batch, cp) / (tp if sp else 1)
         layers = {}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from autopar.cost_model.block_layout import BlockWork, LayoutPrice
 from autopar.mesh import Degrees
@@ -74,7 +75,8 @@ class RunLayout:
 @dataclass(frozen=True, eq=False)
 class Unit:
     """A layer, or an end of the model: what one rank does for a micro-batch, what that takes, the parameters it holds
-    and how many of them are frozen; keys and values, and queries, of one rank in bytes."""
+    and how many of them are frozen; keys and values, and queries, of one rank in bytes. `sizes`: local elements of each
+    trained parameter, by name."""
 
     work: BlockWork
     price: LayoutPrice
@@ -82,6 +84,7 @@ class Unit:
     key_value_bytes: float = 0.0
     query_bytes: float = 0.0
     frozen: float = 0.0
+    sizes: Mapping[str, float] = field(default_factory=dict, repr=False)
 
     @property
     def trained(self) -> float:

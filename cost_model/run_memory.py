@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.cost_model import memory
+from autopar.cost_model import memory, moments
 from autopar.cost_model.constant_table import GenerationConstants
 from autopar.cost_model.run_price import RunLayout, RunWork, StackTraits, stage_layers
 
@@ -45,9 +45,9 @@ def run_memory(work: RunWork, layout: RunLayout, traits: StackTraits, constants:
 
 
 def in_flight(layout: RunLayout, stage: int) -> float:
-    """See `memory.in_flight`."""
+    """See `moments.in_flight`."""
     d = layout.degrees
-    return memory.in_flight(layout.schedule, stage, d.pp, layout.micro_batches, layout.virtual_stages)
+    return moments.in_flight(layout.schedule, stage, d.pp, layout.micro_batches, layout.virtual_stages)
 
 
 def _stage(work: RunWork, layout: RunLayout, traits: StackTraits, stage: int, count: int) -> dict[str, float]:

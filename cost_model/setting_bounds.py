@@ -9,9 +9,10 @@ Sharp: on stage s, layers n_c of class c in any modes take at least
 
 seconds for every price r of a byte (`stage_table.byte_prices`), where e_s, g_s are time and kept bytes of the ends,
 R_s the room beside what needs no layers, d_c the state of a layer, f_s the micro-batches in flight and c_cr the least
-of time + r bytes over the modes of a layer. Of equal layers the stage holds, within B seconds, at most the whole part
-of n_s(B), the least over r; no cut has its slowest stage below the smallest B with  sum_s floor n_s(B) >= layers. Of
-several classes (`divided_s`) no division of all N_c layers has it below
+of time + r bytes over the modes of a layer; R, d and f before any gradient is there, or when all are. Of equal layers
+the stage holds, within B seconds, at most the whole part of n_s(B), the least over r; no cut has its slowest stage
+below the smallest B with  sum_s floor n_s(B) >= layers. Of several classes (`divided_s`) no division of all N_c layers
+has it below
 
     sum_s z_s alone_s + sum_c N_c min_s (z_s each_sc)    for any z >= 0 with  sum_s z_s = 1
 
@@ -27,7 +28,7 @@ from functools import cached_property
 import numpy as np
 
 from autopar.cost_model.candidates import SettingGroup
-from autopar.cost_model.memory import flights
+from autopar.cost_model.moments import first_and_last_flights
 from autopar.cost_model.setting_price import SettingPrice
 from autopar.cost_model.stage_table import Floats, LayerClass, byte_prices, useful_bytes
 
@@ -148,22 +149,25 @@ class SettingBounds:
     # --- memory: arrays are [run, stage] ------------------------------------------------------------------------------
 
     @cached_property
-    def _flight(self) -> Floats:
-        return flights(self.group.runs, self.price.pp, self.price.m)
-
-    @cached_property
     def _layers(self) -> list[LayerClass]:
         return [self.price.layer_class(i) for i in range(len(self.price.classes))]
 
     @cached_property
-    def _room(self) -> Floats:
-        """Bytes for layers and what they keep."""
-        price, device = self.price, self.price.cluster.device
-        least = min(mode.transient_bytes for layer in self._layers for mode in layer.modes)
-        working = np.array([max(price.working_bytes(s), least) for s in range(price.pp)])
-        limit = device.memory_bytes - device.reserved_bytes
-        room: Floats = limit * (1 + _SLACK) - price.fixed_bytes(self._flight, self.chunks) - working
-        return room
+    def _moments(self) -> list[tuple[Floats, Floats, Floats]]:
+        """(micro-batches in flight, bytes for layers and what they keep, bytes a layer of each class has anyway) while
+        there are no gradients and when there are all: of all moments of a stage, two that bound it."""
+        price, layers = self.price, self._layers
+        least = min(mode.transient_bytes for layer in layers for mode in layer.modes)
+        limit = (price.cluster.device.memory_bytes - price.cluster.device.reserved_bytes) * (1 + _SLACK)
+        schedules, found = [schedule for schedule, _ in self.group.runs], []
+        first, last = first_and_last_flights(self.group.runs, price.pp, price.m)
+        for whole, flight in ((False, first), (True, last)):
+            if whole or not np.array_equal(first, last):
+                at_end, in_layer = price.bytes.least_beside(flight, self.chunks, schedules, last=whole)
+                room = limit - np.maximum(at_end, in_layer + least)
+                static = np.array([layer.static_bytes + whole * layer.gradient_bytes for layer in layers])
+                found.append((flight, room, static))
+        return found
 
     @cached_property
     def _glue(self) -> Floats:
@@ -180,22 +184,27 @@ class SettingBounds:
         """Equal layers that the memory of a stage can hold; no more than leave one for every other chunk."""
         (layer,) = self._layers
         least = min(kept for _, kept in useful_bytes(layer, segment))
-        each = layer.static_bytes + self._flight * least
-        fit = np.floor((self._room - self._flight * self._glue) / np.maximum(each, 1e-9) + _SLACK)
         others = self.chunks * (self.price.pp - 1)
-        found: Floats = np.minimum(fit, (len(self.price.prices.traced.layers) - others)[:, None])
+        found: Floats = np.tile((len(self.price.prices.traced.layers) - others)[:, None], self.price.pp)
+        for flight, room, static in self._moments:
+            each = np.maximum(static + flight * least, 1e-9)
+            found = np.minimum(found, np.floor((room - flight * self._glue) / each + _SLACK))
         return found
 
     def lines(self, segment: int) -> tuple[Floats, Floats]:
-        """Seconds without layers [run, stage, r] and of a layer [.., class] at least, for every price r of a byte; the
-        last one is so high that what does not fit takes very long."""
-        prices = byte_prices(self._layers, segment)
-        rates = np.array([0.0, *prices, *(1e3 * price for price in prices[-1:])])
-        alone = self._ends_s[:, :, None] - rates * (self._room / self._flight - self._glue)[:, :, None]
-        least = [[min(t + r * b for t, b in useful_bytes(c, segment)) for c in self._layers] for r in rates]
-        static = np.array([layer.static_bytes for layer in self._layers])
-        each = np.array(least) + rates[:, None] * static / self._flight[:, :, None, None]
-        return alone, each
+        """Seconds without layers [run, stage, r] and of a layer [.., class] at least, for every price r of a byte and
+        moment; the last one is so high that what does not fit takes very long."""
+        prices, modes = byte_prices(self._layers, segment), [useful_bytes(c, segment) for c in self._layers]
+
+        def least(rate: float) -> Floats:
+            return np.array([min(t + rate * b for t, b in of_class) for of_class in modes])
+
+        alone, each = [self._ends_s], [np.broadcast_to(least(0.0), (*self._ends_s.shape, len(modes)))]
+        for flight, room, static in self._moments:
+            for rate in (*prices, *(1e3 * price for price in prices[-1:])) if flight.all() else ():
+                alone.append(self._ends_s - rate * (room / flight - self._glue))
+                each.append(least(rate) + rate * static / flight[:, :, None])
+        return np.stack(alone, axis=2), np.stack(each, axis=2)
 
     def held_within(self, segment: int) -> tuple[Held, Floats]:
         """Equal layers that each stage can hold within given seconds at most; and the seconds that as many as its

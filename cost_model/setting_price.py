@@ -21,7 +21,16 @@ from autopar.cost_model.model_prices import ModelPrices
 from autopar.cost_model.own_stack import own_traits
 from autopar.cost_model.pipeline_ilp import PipelineSolution
 from autopar.cost_model.run_layout import RunLayout, Unit
-from autopar.cost_model.stage_table import Floats, LayerClass, LayerMode, PipelineProblem, StageCost, StagePrice
+from autopar.cost_model.stage_memory import StageMemory
+from autopar.cost_model.stage_table import (
+    LayerClass,
+    LayerMode,
+    Moment,
+    PipelineProblem,
+    StageCost,
+    StagePrice,
+    bytes_at,
+)
 from autopar.cost_model.step_price import StepPrice, add_parts
 from autopar.specs import ClusterSpec
 
@@ -61,8 +70,6 @@ class SettingPrice:
         )  # fmt: skip
         constants = load_constants().of(cluster.device)
         self.step = StepPrice(layout, cluster, traits, prices.machine, constants, recipe)
-        self.state = memory.state_bytes(recipe, setting.zero, setting.zero_shard, fully_sharded=True)
-        self._frozen_bytes = memory.frozen_bytes(recipe, setting.zero, setting.zero_shard)
         self._modes = modes
         self._parts: dict[tuple[int, str, int], dict[str, float]] = {}
         self._tails: dict[tuple[bool, bool, tuple[int, ...]], float] = {}
@@ -70,8 +77,10 @@ class SettingPrice:
         epilogue = blocks.epilogue
         if self.pp == 1:  # one tensor where both ends are
             held = epilogue.parameters - blocks.tied_parameters
-            epilogue = replace(epilogue, parameters=held, frozen=epilogue.frozen - blocks.tied_frozen)
+            sizes = {name: n for name, n in epilogue.sizes.items() if name not in blocks.prologue.sizes}
+            epilogue = replace(epilogue, parameters=held, frozen=epilogue.frozen - blocks.tied_frozen, sizes=sizes)
         self.ends = [(0, blocks.prologue), (self.pp - 1, epilogue)]
+        self.bytes = StageMemory(setting, blocks, self.classes, self.ends, recipe, list(prices.repeats.values()))
 
     # --- seconds ------------------------------------------------------------------------------------------------------
 
@@ -83,7 +92,9 @@ class SettingPrice:
         return busy_s * self.step.slowdown + self.step.overhead_s
 
     def modes_of(self, index: int) -> list[str]:
-        """Modes of recomputation a layer class can run in."""
+        """Modes of recomputation a layer class can run in; under zero-bubble none, see `candidates`."""
+        if self.setting.schedule == "zero-bubble" and self.pp > 1:
+            return ["none"]
         able = self.classes[index].has_attention
         named = [m for m in self._modes if able or m != "selective"]
         return named or ["none"]
@@ -124,16 +135,6 @@ class SettingPrice:
         """Local elements on a stage that are trained."""
         held = sum(n * layer.unit.trained for n, layer in zip(counts, self.classes, strict=True))
         return held + sum(unit.trained for unit in self.end_units(stage))
-
-    def frozen(self, stage: int, counts: Sequence[int]) -> float:
-        """Local elements on a stage that are not trained."""
-        held = sum(n * layer.unit.frozen for n, layer in zip(counts, self.classes, strict=True))
-        return held + sum(unit.frozen for unit in self.end_units(stage))
-
-    def state_bytes(self, stage: int, counts: Sequence[int]) -> dict[str, float]:
-        """Parameters, gradients and optimizer state of a stage."""
-        own, frozen = self.trained(stage, counts), self.frozen(stage, counts) * self._frozen_bytes
-        return {name: own * nbytes + (frozen if name == "parameters" else 0.0) for name, nbytes in self.state.items()}
 
     def tail_parts(self, stage: int, counts: Sequence[int]) -> dict[str, float]:
         units = [(n, layer.unit.price) for n, layer in zip(counts, self.classes, strict=True)]
@@ -187,107 +188,36 @@ class SettingPrice:
 
     # --- bytes --------------------------------------------------------------------------------------------------------
 
-    def layer_bytes(self, index: int, mode: str) -> tuple[float, float]:
-        """(kept per micro-batch, working set): beside a mode's own, a whole input and gradient of the stream."""
-        kept, working = self.classes[index].bytes.kept(mode)
-        working = max(working, self._at_weights_bytes(self.classes[index].unit) - kept)
-        tp = self.setting.degrees.tp if self.setting.sequence_sharding else 1
-        return kept, working + 2 * self.blocks.border_bytes * tp
-
-    def in_flight(self, stage: int) -> float:
-        return memory.in_flight(self.setting.schedule, stage, self.pp, self.m, self.setting.virtual_stages)
-
-    def loss_bytes(self, stage: int) -> float:
-        """Peak at the loss, its kept tensors included."""
-        if stage != self.pp - 1:
-            return 0.0
-        tp, width = self.setting.degrees.tp, self.recipe.parameter_bytes
-        at_loss = memory.loss_bytes(self.blocks.logits, 0.0, "own", tp, width)
-        own = self.blocks.epilogue
-        return max(at_loss, own.work.saved_bytes + own.work.working_bytes, self._at_weights_bytes(own))
-
-    def _at_weights_bytes(self, unit: Unit) -> float:
-        """Most that a unit holds beside a weight's gradient; above ZeRO 1 those are of the unit's buffers."""
-        return unit.work.at_weights_bytes if self.setting.zero < 2 else 0.0
-
-    def working_bytes(self, stage: int) -> float:
-        """Working set of a stage's ends while its layers hold what they keep."""
-        return max(self.loss_bytes(stage), self.blocks.prologue.work.working_bytes if stage == 0 else 0.0)
-
-    def late_bytes(self, stage: int) -> float:
-        """Working set of the prologue's backward (an embedding's gradient), when the layers have given up theirs."""
-        own = self.blocks.prologue
-        return max(0.0, self._at_weights_bytes(own) - own.work.saved_bytes) if stage == 0 else 0.0
-
-    def put_off_bytes(self, stage: int) -> float:
-        """Zero-bubble: gradients of products' outputs, which the put-off half of a backward reads, of the micro-batch
-        at hand and of as many before as the stage's index (the first stage puts off whole backwards). Layers are
-        counted as if spread evenly: which stage has how many is not known yet."""
-        if self.setting.schedule != "zero-bubble" or stage == 0:
-            return 0.0
-        repeats = self.prices.repeats.values()
-        made = sum(n * layer.bytes.product_outputs for n, layer in zip(repeats, self.classes, strict=True)) / self.pp
-        made += self.blocks.logits * self.recipe.parameter_bytes if stage == self.pp - 1 else 0.0
-        return (min(self.m, stage) + 1) * made / self.setting.virtual_stages
-
-    def communication_bytes(self, stage: int) -> float:
-        """Gathered units, and per micro-batch in flight each chunk's output, held for its backward. Without ZeRO
-        gradients are summed where they lie."""
-        outputs = self.blocks.border_bytes * (self.in_flight(stage) * self.setting.virtual_stages + 1)
-        return self._buffer_bytes(stage) + (outputs if self.pp > 1 else 0.0)
-
-    def _buffer_bytes(self, stage: int) -> float:
-        """Gathered units."""
-        zero, own = self.setting.zero, self.recipe
-        largest = max((layer.unit.parameters for layer in self.classes), default=0.0)
-        held = 0.0
-        if zero == 3:
-            ends = sum(unit.parameters for unit in self.end_units(stage))
-            held = memory.gathered_bytes(largest, ends, own.parameter_bytes)
-        if zero >= 2:
-            held += largest * (own.master_bytes or own.parameter_bytes)
-        return held
-
-    def fixed_bytes(self, flight: Floats, chunks: Floats) -> Floats:
-        """[setting, stage]: what a stage holds without layers, less activations of its prologue, under settings that
-        differ in chunks [setting] and micro-batches in flight [setting, stage]."""
-        none = [0] * len(self.classes)
-        alone = [sum(self.state_bytes(s, none).values()) + self._buffer_bytes(s) for s in range(self.pp)]
-        outputs = (self.blocks.border_bytes if self.pp > 1 else 0.0) * (flight * chunks[:, None] + 1)
-        held: Floats = np.array(alone) + outputs
-        held[:, -1] += (flight[:, -1] - 1) * self.blocks.epilogue.work.saved_bytes
-        return held
-
     def memory(self, solution: PipelineSolution) -> tuple[dict[str, int], ...]:
         """Peak bytes by category of each stage; of each chunk of a rank, its rank's."""
-        ranks = [self.stage_bytes(s, stage) for s, stage in enumerate(solution.stages)]
+        problem = self.problem(solution.segment)
+        ranks = [self.stage_bytes(s, stage, problem) for s, stage in enumerate(solution.stages)]
         return tuple(ranks * self.setting.virtual_stages)
 
-    def stage_bytes(self, stage: int, price: StagePrice) -> dict[str, int]:
-        flight, problem, parts = self.in_flight(stage), self.stage_cost(stage), self.state_bytes(stage, price.counts)
-        parts["communication"] = self.communication_bytes(stage)
-        epilogue = (flight - 1) * self.blocks.epilogue.work.saved_bytes if stage == self.pp - 1 else 0.0
-        rest = price.memory_bytes - sum(parts.values()) - epilogue
-        kept = self._kept_bytes(price)
-        put_off = self.put_off_bytes(stage)
-        working = rest - flight * (kept + problem.saved_bytes) - put_off if kept is not None else 0.0
-        at_loss = stage == self.pp - 1 and kept is not None and abs(working - problem.transient_bytes) < 1.0
-        logits = epilogue + (working if at_loss else 0.0)
-        parts["activations"] = rest + epilogue - logits
-        parts["logits"] = logits
-        parts["reserved"] = float(self.cluster.device.reserved_bytes)
-        named = {name: round(parts[name]) for name in memory.CATEGORIES}
-        return named | {"total": round(sum(parts.values()))}
+    def stage_bytes(self, stage: int, price: StagePrice, problem: PipelineProblem) -> dict[str, int]:
+        """By category, at the moment at which the stage holds most."""
+        kept, working = np.array(price.kept_bytes), np.array(price.working_bytes)
 
-    def _kept_bytes(self, price: StagePrice) -> float | None:
-        """Bytes kept a micro-batch by the layers of a stage; None if segments make it more than a sum."""
-        total = 0.0
-        for i, chosen in enumerate(price.modes):
-            for n, mode in zip(chosen, self.modes_of(i), strict=True):
-                if n > 1 and mode == "full":
-                    return None
-                total += n * self.layer_bytes(i, mode)[0]
-        return total
+        def held(moment: Moment) -> float:
+            return float(bytes_at(problem, stage, price.counts, moment, kept, working))
+
+        peak = max(problem.stages[stage].moments, key=held)
+        parts = dict.fromkeys(memory.CATEGORIES, 0.0)
+        layers = [(n, layer.unit) for n, layer in zip(price.counts, self.classes, strict=True)]
+        for n, unit in [*layers, *((1, unit) for unit in self.bytes.end_units(stage))]:
+            for name, nbytes in self.bytes.state_of(unit).items():
+                parts[name] += n * nbytes
+        for n, unit in layers:
+            for name, nbytes in self.bytes.changes(unit).items():
+                parts[name] += peak.gradients * n * nbytes
+        parts["activations"] = peak.in_flight * problem.stages[stage].saved_bytes
+        parts["activations"] += peak.kept_flight(sum(price.counts)) * price.kept_bytes
+        parts["activations"] += price.working_bytes if peak.in_layer else 0.0
+        for name, nbytes in peak.beside.items():
+            parts[name] += nbytes
+        assert abs(sum(parts.values()) - price.memory_bytes) <= 1e-6 * price.memory_bytes, (parts, price.memory_bytes)
+        parts["reserved"] = float(self.cluster.device.reserved_bytes)
+        return {name: round(nbytes) for name, nbytes in parts.items()} | {"total": round(sum(parts.values()))}
 
     # --- the pipeline problem -----------------------------------------------------------------------------------------
 
@@ -314,26 +244,19 @@ class SettingPrice:
     def layer_class(self, index: int, segment: int = 1) -> LayerClass:
         layer = self.classes[index]
         modes = tuple(
-            LayerMode(mode, sum(self.layer_parts(index, mode, segment).values()), *self.layer_bytes(index, mode))
+            LayerMode(mode, sum(self.layer_parts(index, mode, segment).values()), *self.bytes.layer_bytes(index, mode))
             for mode in self.modes_of(index)
         )
-        static = layer.unit.trained * sum(self.state.values()) + layer.unit.frozen * self._frozen_bytes
-        return LayerClass(modes, static, 2 * self.step.weights_s(layer.unit), layer.bytes.saved)
+        return LayerClass(modes, self.bytes.layer_static_bytes(index), 2 * self.step.weights_s(layer.unit),
+                          layer.bytes.saved, self.bytes.gradient_bytes(layer.unit))  # fmt: skip
 
     def stage_cost(self, stage: int) -> StageCost:
-        flight, last = self.in_flight(stage), stage == self.pp - 1
-        no_layers = [0] * len(self.classes)
-        static = sum(self.state_bytes(stage, no_layers).values()) + self.communication_bytes(stage)
-        static += (flight - 1) * self.blocks.epilogue.work.saved_bytes if last else 0.0
-        static += self.put_off_bytes(stage)
         return StageCost(
             time_s=self.ends_s(stage) + self.send_s,
-            static_bytes=static,
-            saved_bytes=self.blocks.prologue.work.saved_bytes if stage == 0 else 0.0,
-            transient_bytes=self.working_bytes(stage),
-            in_flight=flight,
+            static_bytes=self.bytes.static_bytes(stage),
+            saved_bytes=self.bytes.glue_bytes if stage == 0 else 0.0,
+            moments=self.bytes.moments(stage),
             put_off_s=2 * sum(self.step.weights_s(unit) for unit in self.end_units(stage)),
-            late_bytes=self.late_bytes(stage),
         )
 
     # --- what was chosen ----------------------------------------------------------------------------------------------

@@ -73,7 +73,7 @@ class ShardingBounds:
 
     def _level(self, d: Degrees, single: bool, zero: int, group: int) -> _Level:
         shard = (group or d.dp) * d.cp if zero else 1
-        own = sum(state_bytes(self._recipe, zero, shard, fully_sharded=True).values())
+        own = sum(state_bytes(self._recipe, zero, shard, fully_sharded=True, single=single).values())
         state = self._trained * own + self._frozen * frozen_bytes(self._recipe, zero, shard)
         traits = own_traits(self._cluster.stack, self._recipe, zero, sequence_sharding=False, schedule="1f1b")
         held = state / (d.pp * d.tp)

@@ -7,8 +7,8 @@ mode, and are worked out where a cut uses them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, reduce
 
 import numpy as np
@@ -17,25 +17,53 @@ import numpy.typing as npt
 from autopar.cost_model.mode_mixes import LayerClass, LayerMode, Mixes, class_mixes, leanest, merged, prefix_mixes
 from autopar.cost_model.stage_runs import stage_runs
 
-__all__ = ["LayerClass", "LayerMode", "PipelineProblem", "StageCost", "StagePrice", "StageTable", "price_stage"]
+__all__ = [
+    "LayerClass",
+    "LayerMode",
+    "Moment",
+    "PipelineProblem",
+    "StageCost",
+    "StagePrice",
+    "StageTable",
+    "bytes_at",
+    "price_stage",
+]
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
+class Moment:
+    """A moment of a step at which a stage may hold most: micro-batches in flight, the share of its layers' gradients
+    that is there, bytes beside by category. `in_layer`: in the backward of a layer, with its working set. `excess`: see
+    `moments.Flight`."""
+
+    in_flight: float = 1
+    gradients: float = 1
+    beside: Mapping[str, float] = field(default_factory=dict)
+    in_layer: bool = True
+    excess: tuple[float, ...] = (0.0,)
+
+    @cached_property
+    def beside_bytes(self) -> float:
+        return sum(self.beside.values())
+
+    def kept_flight(self, layers: int) -> float:
+        """Times what a stage of so many layers keeps a micro-batch."""
+        return self.in_flight + (self.excess[layers % len(self.excess)] / layers if layers else 0.0)
+
+
+@dataclass(frozen=True)
 class StageCost:
-    """What a stage costs besides its layers: prologue, epilogue, sends. `in_flight` micro-batches are held at once;
-    `late_bytes` is the working set of its last op, when the layers of a chunk have given up one micro-batch's;
-    `put_off_s` as in LayerClass."""
+    """What a stage costs besides its layers: prologue, epilogue, sends. `static_bytes` are always there, `saved_bytes`
+    in every micro-batch in flight; `put_off_s` as in LayerClass."""
 
     time_s: float = 0.0
     static_bytes: float = 0.0
     saved_bytes: float = 0.0
-    transient_bytes: float = 0.0
-    in_flight: float = 1
+    moments: tuple[Moment, ...] = (Moment(),)
     put_off_s: float = 0.0
-    late_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -61,8 +89,9 @@ class PipelineProblem:
 
 @dataclass(frozen=True)
 class StagePrice:
-    """A priced stage: seconds per micro-batch, those of them that fill a bubble, seconds after the last backward;
-    layers of each class, and of these how many run in each of the class's modes."""
+    """A priced stage: seconds per micro-batch, those of them that fill a bubble, seconds after the last backward; peak
+    bytes; layers of each class, and of these how many run in each of the class's modes; bytes that these keep a
+    micro-batch, and their largest working set."""
 
     time_s: float
     flow_s: float
@@ -70,6 +99,8 @@ class StagePrice:
     memory_bytes: float
     counts: tuple[int, ...]
     modes: tuple[tuple[int, ...], ...]
+    kept_bytes: float = 0.0
+    working_bytes: float = 0.0
 
 
 def useful_bytes(layer: LayerClass, segment: int) -> list[tuple[float, float]]:
@@ -117,12 +148,20 @@ def mix_memory(problem: PipelineProblem, stage: int, counts: tuple[int, ...], mi
 
 
 def _peak(problem: PipelineProblem, stage: int, counts: tuple[int, ...], kept: Floats, working: Floats) -> Floats:
-    """Static bytes, kept activations of the micro-batches in flight, largest working set."""
-    own = problem.stages[stage]
-    static = own.static_bytes + sum(n * c.static_bytes for n, c in zip(counts, problem.classes, strict=True))
-    in_flight = own.in_flight * (own.saved_bytes + kept)
-    late = own.late_bytes - kept / problem.virtual_stages
-    total: Floats = static + in_flight + np.maximum(np.maximum(working, own.transient_bytes), late)
+    held = [bytes_at(problem, stage, counts, moment, kept, working) for moment in problem.stages[stage].moments]
+    total: Floats = reduce(np.maximum, held)
+    return total
+
+
+def bytes_at(
+    problem: PipelineProblem, stage: int, counts: tuple[int, ...], moment: Moment, kept: Floats, working: Floats
+) -> Floats:
+    """What a stage holds at a moment: static bytes, kept activations of the micro-batches in flight, gradients, the
+    rest."""
+    own, layers = problem.stages[stage], list(zip(counts, problem.classes, strict=True))
+    there = own.static_bytes + sum(n * (c.static_bytes + moment.gradients * c.gradient_bytes) for n, c in layers)
+    there += moment.in_flight * own.saved_bytes + moment.beside_bytes
+    total: Floats = there + moment.kept_flight(sum(counts)) * kept + (working if moment.in_layer else 0.0)
     return total
 
 
@@ -144,7 +183,7 @@ def price_stage(
         split.append(tuple(int(n) for n in mixes.choice[row, first : first + len(c.modes)]))
         first += len(c.modes)
     return StagePrice(time_s, time_s - put_off_s, put_off_s + problem.tail_s(stage, counts), float(memory[row]), counts,
-                      tuple(split))  # fmt: skip
+                      tuple(split), float(mixes.kept_bytes[row]), float(mixes.transient_bytes[row]))  # fmt: skip
 
 
 class StageTable:
@@ -177,26 +216,45 @@ class StageTable:
         fast = {c: min(c.modes, key=lambda m: (m.time_s, m.saved_bytes)) for c in problem.classes}
         self.put_off_s = own(lambda s: s.put_off_s) + counts @ each(lambda c: c.put_off_s)
         self.times = own(lambda s: s.time_s) + counts @ each(lambda c: fast[c].time_s)
-        static = own(lambda s: s.static_bytes) + counts @ each(lambda c: c.static_bytes)
-        flight, glue = own(lambda s: s.in_flight), own(lambda s: s.saved_bytes)
-        given = own(lambda s: s.transient_bytes)
         least = largest(lambda c: min(m.transient_bytes for m in c.modes))
-        room = problem.memory_bytes - static - np.maximum(given, least)
-        kept = glue + counts @ each(lambda c: min(saved for _, saved in useful_bytes(c, problem.segment)))
-        hopeless = room - flight * kept < -1e-6 * problem.memory_bytes
-        left, missing_s = room / flight - glue, np.zeros(self.times.shape)
+        kept = counts @ each(lambda c: min(saved for _, saved in useful_bytes(c, problem.segment)))
+        fast_kept, fast_working = (
+            counts @ each(lambda c: fast[c].saved_bytes),
+            largest(lambda c: fast[c].transient_bytes),
+        )
+        fits, left = np.ones(self.times.shape, dtype=np.bool_), np.full(self.times.shape, np.inf)
+        hopeless, limit = ~fits, problem.memory_bytes
+        for there, flight, kept_flight, in_layer in self._moments(counts):
+            room = limit - there - np.where(in_layer, least, 0.0)
+            hopeless |= room - flight * kept < -1e-6 * limit
+            left = np.minimum(left, room / np.maximum(flight, 1e-12))
+            fits &= there + kept_flight * fast_kept + np.where(in_layer, fast_working, 0.0) <= limit
+        missing_s = np.zeros(self.times.shape)
         for rate in byte_prices(problem.classes, problem.segment):
             freed_s = counts @ np.array([_freed_s(c, problem.segment, rate) for c in problem.classes], dtype=np.float64)
             missing_s = np.maximum(missing_s, freed_s - rate * left)
         self.times += missing_s * (1 - 1e-9)
         self.times[hopeless] = np.inf
         plain = problem.segment == 1 or all(m.name != "full" for m in fast.values())
-        fast_kept = counts @ each(lambda c: fast[c].saved_bytes)
-        whole = static + flight * (glue + fast_kept)
-        working = np.maximum(given, largest(lambda c: fast[c].transient_bytes))
-        working = np.maximum(working, own(lambda s: s.late_bytes) - fast_kept / problem.virtual_stages)
-        self.exact = hopeless | ((whole + working <= problem.memory_bytes) & plain)
+        self.exact = hopeless | (fits & plain)
         self.tails = np.full(self.times.shape, np.nan)
+
+    def _moments(self, counts: Floats) -> Iterator[tuple[Floats, Floats, Floats, Floats]]:
+        """Of each moment, by [stage, id] (or [stage, 1]): bytes beside what layers keep and work in, micro-batches in
+        flight, the same as `Moment.kept_flight`, whether a layer runs. Stages with fewer moments repeat their last."""
+        stages, classes = self.problem.stages, self.problem.classes
+        static = counts @ np.array([c.static_bytes for c in classes], dtype=np.float64)
+        gradients = counts @ np.array([c.gradient_bytes for c in classes], dtype=np.float64)
+        layers = [int(n) for n in counts.sum(axis=1)]
+        for k in range(max(len(s.moments) for s in stages)):
+            here = [s.moments[min(k, len(s.moments) - 1)] for s in stages]
+            own = [(s.static_bytes + m.in_flight * s.saved_bytes + m.beside_bytes, m.gradients, m.in_flight, m.in_layer)
+                   for s, m in zip(stages, here, strict=True)]  # fmt: skip
+            alone, share, flight, in_layer = (column[:, None] for column in np.array(own, dtype=np.float64).T)
+            kept_flight = flight
+            if any(len(m.excess) > 1 for m in here):
+                kept_flight = np.array([[m.kept_flight(n) for n in layers] for m in here], dtype=np.float64)
+            yield static + share * gradients + alone, flight, kept_flight, in_layer
 
     def tails_where(self, wanted: npt.NDArray[np.bool_]) -> Floats:
         """[stage, id]: seconds after the last backward, put-off weight gradients included; inf where not wanted."""

@@ -63,11 +63,15 @@ class Holdings:
         return self.world.size("cp") == 1 or "cp" in shard.grad_partial
 
     def make_optimizer_state(self, optimizer: str) -> None:
-        """One step on zero gradients leaves the state that every later step finds."""
-        with self.recorder.category("optimizer"):
-            trained = [p for p in self.parameters.values() if p.requires_grad]
+        """One step on zero gradients leaves the state that every later step finds, and the memory of shared buckets."""
+        trained = [p for p in self.parameters.values() if p.requires_grad]
+        self.reducer.begin(1)
+        with self.recorder.category("gradients"):
             for p in trained:
                 p.grad = torch.zeros_like(p)
+                self.reducer.arrived(p)
+            self.reducer.finish()
+        with self.recorder.category("optimizer"):
             self.optimizer = _OPTIMIZERS[optimizer](trained, lr=1e-3, foreach=False)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)

@@ -13,7 +13,7 @@ import torch
 from autopar.cost_model.mixed_stages import MixedTable
 from autopar.cost_model.objectives import search_for
 from autopar.cost_model.pipeline_ilp import PipelineSolution, prove_table, solve_table, step_time
-from autopar.cost_model.stage_table import LayerClass, LayerMode, PipelineProblem, StageCost, StageTable
+from autopar.cost_model.stage_table import LayerClass, LayerMode, Moment, PipelineProblem, StageCost, StageTable
 from autopar.errors import InfeasiblePlanError, SpecError
 from autopar.hardware import DEVICES, preset
 from autopar.ir import TracedModel
@@ -89,7 +89,7 @@ def test_ht_01_optimal_on_random_groups() -> None:
 def _random_problem(rng: random.Random, layers: int, stages: int) -> PipelineProblem:
     t = rng.uniform(0.5, 2)
     modes = (LayerMode("none", t, 3.0, 0.5), LayerMode("full", 1.3 * t, 0.4, 3.0))
-    costs = tuple(StageCost(rng.uniform(0, 1), rng.uniform(0, 2), 0.0, 0.0, stages - s) for s in range(stages))
+    costs = tuple(StageCost(rng.uniform(0, 1), rng.uniform(0, 2), 0.0, (Moment(stages - s),)) for s in range(stages))
     tail = rng.uniform(0, 1)
     return PipelineProblem((0,) * layers, (LayerClass(modes, 1.0),), costs, 6, rng.uniform(6, 25),
                            lambda stage, counts: tail * counts[0])  # fmt: skip

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.cost_model.memory import in_flight, recipe
+from autopar.cost_model.memory import recipe
+from autopar.cost_model.moments import in_flight
 from autopar.errors import SpecError
 
 

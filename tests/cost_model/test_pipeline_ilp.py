@@ -9,7 +9,15 @@ from dataclasses import replace
 import pytest
 
 from autopar.cost_model.pipeline_ilp import PipelineSolution, prove, solve_pipeline, step_time
-from autopar.cost_model.stage_table import LayerClass, LayerMode, PipelineProblem, StageCost, StagePrice, StageTable
+from autopar.cost_model.stage_table import (
+    LayerClass,
+    LayerMode,
+    Moment,
+    PipelineProblem,
+    StageCost,
+    StagePrice,
+    StageTable,
+)
 
 
 def equal_layers(layers: int, stages: int, head_s: float = 0.0, micro_batches: int = 8) -> PipelineProblem:
@@ -68,11 +76,10 @@ def random_problem(seed: int) -> PipelineProblem:
         some = LayerMode("selective", t * rng.uniform(1.0, 1.2), w * rng.uniform(0.5, 0.9), rng.uniform(0, 2))
         full = LayerMode("full", t * rng.uniform(1.1, 1.4), w * rng.uniform(0.0, 0.3), w + rng.uniform(0, 1))
         modes = rng.choice([(none, some, full), (none, full), (none,), (full,), (some, full)])
-        rates.append(LayerClass(modes, rng.uniform(0, 2), rng.choice([0.0, 0.3 * t]), w))
+        rates.append(LayerClass(modes, rng.uniform(0, 2), rng.choice([0.0, 0.3 * t]), w, rng.uniform(0, 1)))
     m = rng.choice([1, 2, 5, 16])
     costs = tuple(
-        StageCost(rng.uniform(0, 1), rng.uniform(0, 2), rng.uniform(0, 1), rng.uniform(0, 2), min(m, stages - s),
-                  late_bytes=8.0 * (s == 0))
+        StageCost(*(rng.uniform(0, most) for most in (1, 2, 1)), random_moments(rng, min(m, stages - s), chunks))
         for s in range(stages)
     )  # fmt: skip
     weights = [rng.uniform(0, 1) for _ in rates]
@@ -94,6 +101,16 @@ def ranks_of(problem: PipelineProblem, sizes: tuple[int, ...]) -> list[list[tupl
             ranks[rank].append(problem.layers[start : start + number])
             start += number
     return ranks
+
+
+def random_moments(rng: random.Random, flight: int, chunks: int) -> tuple[Moment, ...]:
+    """Before any gradient, when all are there, at an end, and late with less in flight."""
+    excess = (0.0, rng.uniform(0, flight / 2)) if chunks == 2 else (0.0,)
+    return (
+        Moment(flight, 0, {"logits": rng.uniform(0, 2)}, False, excess),
+        Moment(max(0, flight - rng.choice([0, 1])), 1, {"gradients": rng.uniform(0, 1)}, True, excess),
+        Moment(flight - 1 / chunks, 1, {"gradients": 2.0, "activations": rng.uniform(0, 8)}, False, excess),
+    )[: rng.choice([2, 3])]
 
 
 def brute_force(problem: PipelineProblem) -> float | None:
@@ -121,7 +138,7 @@ def _brute_stage(problem: PipelineProblem, s: int, chunks: list[tuple[int, ...]]
     counts = tuple(layers.count(c) for c in range(len(problem.classes)))
     for modes in itertools.product(*(problem.classes[c].modes for c in layers)):
         time_s = own.time_s + sum(mode.time_s for mode in modes)
-        kept, working = 0.0, own.transient_bytes
+        kept, working = 0.0, 0.0
         whole = [(c, mode) for c, mode in zip(layers, modes, strict=True) if mode.name == "full"]
         for mode in (mode for mode in modes if mode.name != "full"):
             kept, working = kept + mode.saved_bytes, max(working, mode.transient_bytes)
@@ -137,8 +154,12 @@ def _brute_stage(problem: PipelineProblem, s: int, chunks: list[tuple[int, ...]]
                 beside = max(mode.transient_bytes - problem.classes[c].whole_bytes for c, mode in segment)
                 working = max(working, held + beside)
         static = own.static_bytes + sum(problem.classes[c].static_bytes for c in layers)
-        working = max(working, own.late_bytes - kept / problem.virtual_stages)
-        memory = static + own.in_flight * (own.saved_bytes + kept) + working
+        gradients = sum(problem.classes[c].gradient_bytes for c in layers)
+        memory = static + max(
+            at.in_flight * (own.saved_bytes + kept) + at.excess[len(layers) % len(at.excess)] * kept / len(layers)
+            + at.gradients * gradients + sum(at.beside.values()) + (working if at.in_layer else 0.0)
+            for at in own.moments
+        )  # fmt: skip
         if memory <= problem.memory_bytes and (best is None or time_s < best.time_s):
             put_off = own.put_off_s + sum(problem.classes[c].put_off_s for c in layers)
             best = StagePrice(time_s, time_s - put_off, put_off + problem.tail_s(s, counts), memory, counts, ())
@@ -222,7 +243,8 @@ def test_checkpointing_alone_is_the_dynamic_programme_of_a_chain(seed: int) -> N
         for _ in range(2)
     )  # fmt: skip
     layers = tuple(rng.randrange(2) for _ in range(9))
-    problem = PipelineProblem(layers, classes, (StageCost(0.0, 3, 1, 2, in_flight=2),), 4, rng.randint(60, 160))
+    own = StageCost(0.0, 3, 1, (Moment(2, in_layer=False, beside={"logits": 2}), Moment(2)))
+    problem = PipelineProblem(layers, classes, (own,), 4, rng.randint(60, 160))
     room = problem.memory_bytes - 3 - 2 * 1 - sum(classes[c].static_bytes for c in layers)
     states = {(0, 2.0): 0.0}
     for c in layers:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from autopar.cost_model.memory import in_flight
+from autopar.cost_model.moments import in_flight
 from autopar.cost_model.schedule_orders import rank_orders
 from autopar.cost_model.schedule_sim import StageTime, closed_form_s, simulate
 from autopar.errors import SpecError

@@ -113,8 +113,9 @@ def _held(layers: tuple[int, ...], sizes: list[int], chunks: int) -> list[tuple[
 
 def _brute_stage(problem: Any, stage: int, layers: tuple[int, ...]) -> float:
     """Least time of a stage over all numbers of layers in each mode of each class."""
-    own, best, v = problem.stages[stage], math.inf, problem.virtual_stages
+    own, best = problem.stages[stage], math.inf
     static = own.static_bytes + sum(problem.classes[c].static_bytes for c in layers)
+    gradients = sum(problem.classes[c].gradient_bytes for c in layers)
     per_class = [_splits(layers.count(c), len(layer.modes)) for c, layer in enumerate(problem.classes)]
     for choice in itertools.product(*per_class):
         chosen = [(c, mode, n) for c, layer in enumerate(problem.classes)
@@ -123,12 +124,16 @@ def _brute_stage(problem: Any, stage: int, layers: tuple[int, ...]) -> float:
         found = _recomputed_whole(problem, layers, whole)
         if found is None:
             continue
-        kept, working = own.saved_bytes + found[0], max(own.transient_bytes, found[1])
+        kept, working = found
         for _, mode, n in chosen:
             kept += n * mode.saved_bytes if mode.name != "full" else 0.0
             working = max(working, mode.transient_bytes if n and mode.name != "full" else 0.0)
-        working = max(working, own.late_bytes - kept / v)
-        if static + own.in_flight * kept + working <= problem.memory_bytes:
+        if all(
+            static + at.gradients * gradients + sum(at.beside.values()) + at.in_flight * (own.saved_bytes + kept)
+            + at.excess[len(layers) % len(at.excess)] * kept / max(1, len(layers)) + working * at.in_layer
+            <= problem.memory_bytes
+            for at in own.moments
+        ):  # fmt: skip
             best = min(best, own.time_s + sum(n * mode.time_s for _, mode, n in chosen))
     return best
 

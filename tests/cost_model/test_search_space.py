@@ -30,7 +30,7 @@ def llama() -> TracedModel:
 PINS = [
     "cp=2 context_parallel=ring", "cp=2 context_parallel=all-gather", "cp=2 context_parallel=all-to-all tp=2",
     "dp=4 zero=1", "dp=2 zero=2 tp=2", "dp=2 cp=2 zero=3", "pp=2 schedule=interleaved", "pp=2 virtual_stages=2 zero=1",
-    "pp=2 schedule=zero-bubble", "pp=4 schedule=zero-bubble checkpoint=full", "checkpoint=selective",
+    "pp=2 schedule=zero-bubble", "pp=4 schedule=zero-bubble checkpoint=none", "checkpoint=selective",
     "checkpoint=selective-ops tp=2", "checkpoint=full checkpoint_segment=2 pp=2", "pp=2 schedule=gpipe dp=2",
     "dp=4 zero=3 zero_group=2", "tp=2 sp=true cp=2", "pp=4 microbatch=2",
 ]  # fmt: skip
@@ -109,6 +109,7 @@ def test_thirty_layers_on_four_stages() -> None:
         (Pins(pp=4, microbatch=8, schedule="1f1b"), "schedule"),
         (Pins(pp=2, schedule="interleaved", virtual_stages=4), "virtual_stages"),
         (Pins(pp=2, schedule="zero-bubble", zero=1), "zero"),
+        (Pins(pp=2, schedule="zero-bubble", checkpoint="full"), "zero-bubble recomputes nothing"),
         (Pins(cp=2, tp=2, context_parallel="all-to-all", sp=True, pp=4), "pp"),
         (Pins(zero=1, tp=2, pp=2), "the pins leave one such rank on 4 devices"),
         (Pins(zero_group=3), "dp has to be a multiple of zero_group 3"),

@@ -1,0 +1,115 @@
+"""When a rank may hold most in a step: micro-batches in flight and gradients that are there, by schedule.
+
+A chunk's gradients come into being in its first backward, while that gives up what was kept for it: both are never
+there at once. A rank of a pipeline does W forwards, then a backward and a forward in turn; backward k (from 0) finds
+
+    min(m v, W + k) - k    chunks in flight, of m micro-batches through v chunks
+    ceil(k / r)            chunks with gradients, r micro-batches a round
+
+W   gpipe m; 1F1B min(m, p - s); interleaved min(m v, 2 (p - s - 1) + (v - 1) r + 1); without a pipeline 1;
+    zero-bubble min(m, p): what a put-off half of a backward reads is in flight too
+
+so while j chunks have gradients, backward k_0 = 0, k_j = (j - 1) r + 1 finds most in flight. Within a backward bytes
+change along with what is done of it, so one of its ends holds most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Flight", "first_and_last_flights", "flights", "in_flight"]
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Flight:
+    """`in_flight` micro-batches, in units of all chunks, while the share `gradients` of the chunks has gradients.
+
+    excess: layers more in flight if i of v chunks, the first ones, hold one layer more than the others, by i.
+    """
+
+    in_flight: float
+    gradients: float
+    excess: tuple[float, ...] = (0.0,)
+
+
+def in_flight(schedule: str, stage: int, stages: int, micro_batches: int, virtual_stages: int = 1) -> float:
+    """Micro-batches whose activations a stage holds at its peak, in units of all its chunks.
+
+    Without a pipeline each is done before the next. Interleaving warms up with two more chunks a stage and one round
+    of all chunks but one (Megatron-LM's schedule); zero-bubble puts off as many weight gradients as it saves.
+    """
+    return _warm_up(schedule, stage, stages, micro_batches, virtual_stages) / virtual_stages
+
+
+def _warm_up(schedule: str, stage: int, stages: int, micro_batches: int, chunks: int) -> int:
+    """W."""
+    if stages == 1:
+        return 1
+    if chunks > 1:
+        ahead = 2 * (stages - stage - 1) + (chunks - 1) * _in_round(stages, micro_batches) + 1
+        return min(micro_batches * chunks, ahead)
+    ahead = {"gpipe": micro_batches, "zero-bubble": stages}.get(schedule, stages - stage)
+    return min(micro_batches, ahead)
+
+
+def _in_round(stages: int, micro_batches: int) -> int:
+    """r."""
+    return micro_batches // max(1, micro_batches // stages)
+
+
+@lru_cache(maxsize=1 << 14)
+def flights(schedule: str, stage: int, stages: int, micro_batches: int, chunks: int = 1) -> tuple[Flight, ...]:
+    """Those at which a stage may hold most, by number of chunks with gradients; the last has all of them."""
+    ahead = _warm_up(schedule, stage, stages, micro_batches, chunks)
+    each, total = _in_round(stages, micro_batches), micro_batches * chunks
+    starts = [0, *(j * each + 1 for j in range(chunks))]
+    held = [max(0, min(total - k, ahead)) for k in starts]
+    found = []
+    for j, k in enumerate(starts):
+        if j == chunks or held[j] > max(held[j + 1 :]):
+            until = starts[j + 1] if j < chunks else min(total, k + each * chunks)
+            excess = _excess(range(k, until), ahead, each, total, chunks) if chunks > 1 else (0.0,)
+            found.append(Flight(held[j] / chunks, j / chunks, excess))
+    return tuple(found)
+
+
+def _excess(backwards: range, ahead: int, each: int, total: int, chunks: int) -> tuple[float, ...]:
+    """Of the first i chunks, what is in flight beyond their share, at most at those backwards that find most in flight:
+    one that finds less finds no more of any chunk than one before it."""
+    k = np.array(backwards, dtype=np.float64)[:, None]
+    done = np.minimum(ahead + k, total)
+    chunk = np.arange(chunks, dtype=np.float64)
+
+    def passed(steps: Floats, place: Floats) -> Floats:
+        """Micro-batches that went through the chunk at each place of a round, in so many steps."""
+        rounds = steps // (each * chunks)
+        through: Floats = rounds * each + np.clip(steps - rounds * each * chunks - place * each, 0, each)
+        return through
+
+    held = passed(done, chunk) - passed(k, chunks - 1 - chunk)
+    held = held[held.sum(axis=1) >= held.sum(axis=1).max()]
+    first = np.cumsum(np.pad(held, ((0, 0), (1, 0))), axis=1)[:, :-1]
+    share = held.sum(axis=1, keepdims=True) * chunk / chunks
+    return tuple(float(n) for n in np.maximum(0.0, (first - share).max(axis=0)))
+
+
+def first_and_last_flights(
+    runs: Sequence[tuple[str, int]], stages: int, micro_batches: int
+) -> tuple[Floats, Floats]:  # fmt: skip
+    """Micro-batches in flight when no chunk has gradients and when all have, as `flights` says, of every stage under
+    several (schedule, chunks a rank): [run, stage]."""
+    v = np.array([chunks for _, chunks in runs], dtype=np.float64)[:, None]
+    each, total = _in_round(stages, micro_batches), micro_batches * v
+    after = np.arange(stages, dtype=np.float64)[::-1]
+    ahead: Floats = np.minimum(total, 2 * after + (v - 1) * each + 1)
+    for row, (schedule, chunks) in enumerate(runs):
+        if chunks == 1 or stages == 1:
+            ahead[row] = [_warm_up(schedule, s, stages, micro_batches, chunks) for s in range(stages)]
+    return ahead / v, np.maximum(0.0, np.minimum(total - (v - 1) * each - 1, ahead)) / v
