@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from autopar.blocks import op_name
-from autopar.cost_model.activations import local_bytes
+from autopar.cost_model.activations import local_storages
 from autopar.cost_model.block_measures import BlockMeasures
 from autopar.cost_model.block_problem import NodeStrategy
 from autopar.cost_model.op_facts import ATTENTION
@@ -22,11 +22,13 @@ __all__ = ["AttentionBytes", "least_moved"]
 @dataclass(frozen=True)
 class AttentionBytes:
     """Of a micro-batch in a layer: keys and values, queries; `core` is what attention makes and keeps (its output, the
-    log-sum-exp of its rows); `products` are the outputs that op-level recomputation keeps."""
+    log-sum-exp of its rows), `core_alone` what of it nothing else keeps; `products` are the outputs that op-level
+    recomputation keeps."""
 
     key_values: float
     queries: float
     core: float
+    core_alone: float
     products: float
 
     @staticmethod
@@ -42,10 +44,15 @@ class AttentionBytes:
                 read = [_local(_as_moved(s, placement, layout), placement, measures, tp) for s, placement in inputs]
                 queries, key_values = queries + read[0], key_values + sum(read[1:])
         kept, _ = kept_products([n for n in nodes if n.op == "call_function"])
-        products = sum(_local(n, layout[n][1], measures, tp) for n in nodes if n in kept and n in layout)
-        own = [k for k in measures.kept if k.keeper in chosen and k.slot is None and op_name(k.keeper) in ATTENTION]
-        core = local_bytes(own, measures.kept_elements, layout, tp)
-        return AttentionBytes(key_values, queries, core, products)
+        products = sum(_local(n, _as_kept(n, layout), measures, tp) for n in nodes if n in kept and n in layout)
+        kept_here = [k for k in measures.kept if k.keeper in chosen]
+        made = {k for k in kept_here if k.slot is None and op_name(k.keeper) in ATTENTION}
+        storages, others = (
+            local_storages([k for k in kept_here if (k in made) is mine], measures.kept_elements, layout, tp)
+            for mine in (True, False)
+        )
+        alone = sum(nbytes for key, nbytes in storages.items() if key not in others)
+        return AttentionBytes(key_values, queries, sum(storages.values()), alone, products)
 
 
 def least_moved(attention: fx.Node, measures: BlockMeasures) -> tuple[float, float]:
@@ -63,6 +70,15 @@ def _as_moved(source: fx.Node, placement: Placement | None, layout: Mapping[fx.N
     if heads is None or heads not in layout or (placement is not None and layout[heads][1] != placement):
         return source
     return heads
+
+
+def _as_kept(product: fx.Node, layout: Mapping[fx.Node, NodeStrategy]) -> Placement | None:
+    """Of a sum over ranks what is kept is the result, as its reader wants it."""
+    placed = layout[product][1]
+    reader = next((n for n in product.users if n in layout), None)
+    if not placed.is_partial or reader is None:
+        return placed
+    return layout[reader][0][reader.all_input_nodes.index(product)]
 
 
 def _local(node: fx.Node, placement: Placement | None, measures: BlockMeasures, tp: int) -> float:

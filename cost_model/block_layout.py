@@ -8,7 +8,8 @@ from functools import lru_cache
 
 from torch import fx
 
-from autopar.cost_model.activations import KeptTensor, local_bytes, local_storages
+from autopar.blocks import op_name
+from autopar.cost_model.activations import KeptTensor, local_storages
 from autopar.cost_model.block_measures import BlockMeasures
 from autopar.cost_model.block_problem import (
     NodeStrategy,
@@ -51,8 +52,9 @@ class BlockWork:
     collectives        (kind, whole-tensor bytes, FORWARD | BACKWARD | ONCE_A_STEP | FORWARD_ONLY)
     again              kernels of `forward`, from the first, that a second run computes before it has all that
                        backward reads and stops; FORWARD_ONLY collectives come after that
-    at_weights_bytes   most that the block holds of its own while its backward makes a weight's gradient, if that
-                       joins others, and if the block's gradients stay
+    in_backward_bytes  most that the block holds of its own in its backward beside gradients of weights that are there:
+                       if each joins others, and if the block's own stay
+    entering_bytes     of saved_bytes, what other blocks made
     """
 
     forward: Kernels
@@ -62,7 +64,8 @@ class BlockWork:
     working_bytes: float
     strategies: Mapping[fx.Node, NodeStrategy] = field(default_factory=dict, repr=False)
     again: int | None = None
-    at_weights_bytes: tuple[float, float] = (0.0, 0.0)
+    in_backward_bytes: tuple[float, float] = (0.0, 0.0)
+    entering_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -169,41 +172,53 @@ def block_work(
             found.append((backward, ONCE_A_STEP if is_weight(source) else BACKWARD))
         collectives += [(kind, measures.tensor_bytes[source], when) for kind, when in found
                         if kind not in LOCAL_KINDS and tp > 1]  # fmt: skip
-    saved = local_bytes(
+    kept = local_storages(
         [k for k in measures.kept if k.keeper in chosen], measures.kept_elements, layout, tp,
         frozenset(traced.parameters), gathers_again=gathers_again,
     )  # fmt: skip
+    entering = sum(n for (root, key), n in kept.items() if root not in chosen and root.meta.get("grad") and not key)
     return BlockWork(
         Kernels(k for k in kernels if not k.backward), Kernels(k for k in kernels if k.backward), tuple(collectives),
-        saved, working, {n: layout[n] for n in nodes if n in layout}, again,
-        _at_weights_bytes(nodes, layout, measures, tp, frozenset(traced.parameters)),
+        sum(kept.values()), working, {n: layout[n] for n in nodes if n in layout}, again,
+        _in_backward_bytes(nodes, layout, measures, tp, frozenset(traced.parameters)), entering,
     )  # fmt: skip
 
 
-def _at_weights_bytes(
+def _in_backward_bytes(
     nodes: Sequence[fx.Node], layout: Mapping[fx.Node, NodeStrategy], measures: BlockMeasures, tp: int,
     parameters: frozenset[str],
 ) -> tuple[float, float]:  # fmt: skip
-    """Most over the ops that read trained weights: what they and the ops before kept (those behind have given up
-    theirs), gradients of the op's activations, and that of the weight; in the second figure with those of the weights
-    behind, which are made before."""
+    """Most over the ops: what they and the ops before kept (those behind have given up theirs), gradients of the op's
+    activations, and of its weights; in the second figure with those of the weights behind, which are made before."""
     kept_by: dict[fx.Node, list[KeptTensor]] = {}
     for kept in measures.kept:
         kept_by.setdefault(kept.keeper, []).append(kept)
     held: dict[tuple[fx.Node, str], float] = {}
-    steps: list[tuple[float, float]] = []  # (what is held beside gradients of weights, that of the op's)
+    steps: list[tuple[float, float]] = []  # (what is held beside gradients of weights, those of the op's)
     for node in nodes:
         if node in kept_by:
             held |= local_storages(kept_by[node], measures.kept_elements, layout, tp, parameters)
-        weights = [n for n in node.all_input_nodes if n.op == "get_attr" and is_weight(n) and n.meta.get("grad")]
-        if weights and node in layout:
+        if node in layout and node.op == "call_function" and node.meta.get("grad"):
+            weights = [n for n in node.all_input_nodes if n.op == "get_attr" and is_weight(n) and n.meta.get("grad")]
             made = sum(measures.tensor_bytes[n] / (tp if layout[n][1].is_shard else 1) for n in weights if n in layout)
-            steps.append((sum(held.values()) + _touched_bytes(node, layout[node], measures, tp), made))
+            steps.append((sum(held.values()) + _gradient_bytes(node, layout[node], measures, tp), made))
     most, most_staying, staying = 0.0, 0.0, 0.0
     for beside, made in reversed(steps):
         staying += made
         most, most_staying = max(most, beside + made), max(most_staying, beside + staying)
     return most, most_staying
+
+
+def _gradient_bytes(node: fx.Node, strategy: NodeStrategy, measures: BlockMeasures, tp: int) -> float:
+    """Gradients of an op's activations: of the output, and of the inputs where they are not the same."""
+    alike = is_view(node) or op_name(node) in _SAME_GRADIENT
+    placed = [] if alike else [(n, p) for n, p in zip(node.all_input_nodes, strategy[0], strict=False)
+                               if n.op != "get_attr" and n.meta.get("grad")]  # fmt: skip
+    return sum(
+        measures.tensor_bytes[n] / (tp if placement.is_shard else 1)
+        for n, placement in [(node, strategy[1]), *placed]
+        if placement is not None and n in measures.tensor_bytes
+    )
 
 
 def _second_run(position: Mapping[fx.Node, int], measures: BlockMeasures) -> tuple[int, bool]:
@@ -260,6 +275,10 @@ def _conversions(
         if leaving is not None and layout[node][1] != leaving:
             found.setdefault((node, layout[node][1], leaving), node)
     return found
+
+
+_SAME_GRADIENT = frozenset({"add", "sub", "to", "_to_copy"})
+"""What hands the gradient of its output on."""
 
 
 def _touched_bytes(node: fx.Node, strategy: NodeStrategy, measures: BlockMeasures, tp: int) -> float:

@@ -231,7 +231,7 @@ class ModelPrices:
             held = self._local_parameters(block.nodes, layout, tp)
             layers[c] = LayerPrice(
                 unit(done, held, key_value_bytes=reads.key_values, query_bytes=reads.queries),
-                LayerBytes(done.saved_bytes, done.working_bytes, border, reads.core, reads.core, reads.products),
+                LayerBytes(done.saved_bytes, done.working_bytes, border, reads.core_alone, reads.core, reads.products),
                 reads.queries > 0,
             )
         first, last = (self._local_parameters(nodes, layout, tp) for nodes in (self.prologue, self.epilogue))

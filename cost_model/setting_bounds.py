@@ -155,14 +155,15 @@ class SettingBounds:
     @cached_property
     def _moments(self) -> list[tuple[Floats, Floats, Floats]]:
         """(micro-batches in flight, bytes for layers and what they keep, bytes a layer of each class has anyway) while
-        there are no gradients and when there are all: of all moments of a stage, two that bound it."""
+        there are no gradients and when there are all: of all moments of a stage, two that bound it. (Zero-bubble keeps
+        no memory of gradients between steps, as the others may: of it the second alone.)"""
         price, layers = self.price, self._layers
         least = min(mode.transient_bytes for layer in layers for mode in layer.modes)
         limit = (price.cluster.device.memory_bytes - price.cluster.device.reserved_bytes) * (1 + _SLACK)
         schedules, found = [schedule for schedule, _ in self.group.runs], []
         first, last = first_and_last_flights(self.group.runs, price.pp, price.m)
         for whole, flight in ((False, first), (True, last)):
-            if whole or not np.array_equal(first, last):
+            if whole or not (self.splits.any() or np.array_equal(first, last)):
                 at_end, in_layer = price.bytes.least_beside(flight, self.chunks, schedules, last=whole)
                 room = limit - np.maximum(at_end, in_layer + least)
                 static = np.array([layer.static_bytes + whole * layer.gradient_bytes for layer in layers])

@@ -233,7 +233,7 @@ class SettingPrice:
         return PipelineProblem(
             layers=tuple(index[s.class_id] for s in self.prices.traced.layers),
             classes=tuple(self.layer_class(i, segment) for i in range(len(self.classes))),
-            stages=tuple(self.stage_cost(s) for s in range(self.pp)),
+            stages=tuple(self.stage_cost(s, segment) for s in range(self.pp)),
             micro_batches=self.m,
             memory_bytes=device.memory_bytes - device.reserved_bytes,
             tail_s=self._tail_s,
@@ -248,14 +248,14 @@ class SettingPrice:
             for mode in self.modes_of(index)
         )
         return LayerClass(modes, self.bytes.layer_static_bytes(index), 2 * self.step.weights_s(layer.unit),
-                          layer.bytes.saved, self.bytes.gradient_bytes(layer.unit))  # fmt: skip
+                          self.bytes.whole_bytes(index), self.bytes.gradient_bytes(layer.unit))  # fmt: skip
 
-    def stage_cost(self, stage: int) -> StageCost:
+    def stage_cost(self, stage: int, segment: int = 1) -> StageCost:
         return StageCost(
             time_s=self.ends_s(stage) + self.send_s,
             static_bytes=self.bytes.static_bytes(stage),
             saved_bytes=self.bytes.glue_bytes if stage == 0 else 0.0,
-            moments=self.bytes.moments(stage),
+            moments=self.bytes.moments(stage, segment),
             put_off_s=2 * sum(self.step.weights_s(unit) for unit in self.end_units(stage)),
         )
 

@@ -11,7 +11,7 @@ too: docs/zero.md.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -29,13 +29,15 @@ __all__ = ["StageMemory"]
 
 @dataclass(frozen=True)
 class _Buffers:
-    """What FSDP holds beside shards and, below level 3, whole parameters, by place; "first": before any gradient."""
+    """What FSDP holds beside shards and, below level 3, whole parameters, by place; "first": before any gradient;
+    `waiting`: whole gradients of the head."""
 
     first_end: float = 0.0
     first_layer: float = 0.0
     end: float = 0.0
     layer: float = 0.0
     late: float = 0.0
+    waiting: float = 0.0
 
 
 class StageMemory:
@@ -70,9 +72,9 @@ class StageMemory:
 
     def _standing(self, unit: Unit) -> float:
         """Gradients in buckets that keep their memory between steps: those that share one. A tensor of more than half a
-        bucket is taken to have one to itself, which comes with its gradient."""
+        bucket is taken to have one to itself, which comes with its gradient. Under zero-bubble none keeps it."""
         d = self.setting.degrees
-        if self.setting.zero or d.dp * d.cp == 1:
+        if self.setting.zero or d.dp * d.cp == 1 or self.setting.schedule == "zero-bubble":
             return 0.0
         each = self.state["gradients"]
         return sum(n * each for n in unit.sizes.values() if n * each <= BUCKET_BYTES / 2)
@@ -96,16 +98,22 @@ class StageMemory:
     # --- activations --------------------------------------------------------------------------------------------------
 
     def layer_bytes(self, index: int, mode: str) -> tuple[float, float]:
-        """(kept per micro-batch, working set): beside a mode's own, a whole input and gradient of the stream."""
-        kept, working = self.classes[index].bytes.kept(mode)
-        unit = self.classes[index].unit
-        working = max(working, self._at_weights_bytes(unit) - kept)
-        tp = self.setting.degrees.tp if self.setting.sequence_sharding else 1
-        return kept, working + 2 * self.blocks.border_bytes * tp
+        """(kept per micro-batch, working set): what the layer's backward holds beside, and a gradient of the stream."""
+        made, work = self.classes[index].bytes, self.classes[index].unit.work
+        kept, _ = made.kept(mode)
+        there = kept if mode in ("none", "selective") else work.entering_bytes
+        there += made.product_outputs if mode == "selective-ops" else 0.0
+        return kept, max(0.0, self._in_backward(self.classes[index].unit) - there) + self.blocks.border_bytes
 
-    def _at_weights_bytes(self, unit: Unit) -> float:
-        """Most that a unit holds beside a weight's gradient. Where a unit is reduced by itself all of its own stay."""
-        return unit.work.at_weights_bytes[self.reduces_at_once]
+    def whole_bytes(self, index: int) -> float:
+        """Of one more layer in a recomputed segment: what it keeps, and later its gradients, if they stay."""
+        layer = self.classes[index]
+        made = layer.unit.trained * self.recipe.parameter_bytes if self.reduces_at_once else 0.0
+        return max(layer.bytes.saved, made)
+
+    def _in_backward(self, unit: Unit) -> float:
+        """Most that a unit holds of its own. Where it is reduced by itself all of its gradients stay."""
+        return unit.work.in_backward_bytes[self.reduces_at_once]
 
     @property
     def reduces_at_once(self) -> bool:
@@ -118,11 +126,12 @@ class StageMemory:
         return self.blocks.prologue.work.saved_bytes
 
     def _loss_bytes(self) -> float:
-        """Peak at the loss, its kept tensors included."""
+        """Peak at the loss, what the epilogue keeps included, of which the log-probabilities are among the copies."""
         tp, width = self.setting.degrees.tp, self.recipe.parameter_bytes
-        at_loss = memory.loss_bytes(self.blocks.logits, 0.0, "own", tp, width)
         own = self.blocks.epilogue
-        return max(at_loss, own.work.saved_bytes + own.work.working_bytes, self._at_weights_bytes(own))
+        at_loss = memory.loss_bytes(self.blocks.logits, 0.0, "own", tp, width)
+        at_loss += max(0.0, own.work.saved_bytes - max(4, width) * self.blocks.logits)
+        return max(at_loss, own.work.saved_bytes + own.work.working_bytes, self._in_backward(own))
 
     def _put_off_bytes(self, stage: int) -> float:
         """Zero-bubble: gradients of products' outputs, which the put-off half of a backward reads, of the micro-batch
@@ -130,27 +139,27 @@ class StageMemory:
         counted as if spread evenly: which stage has how many is not known yet."""
         if self.setting.schedule != "zero-bubble" or stage == 0:
             return 0.0
-        made = (
-            sum(n * layer.bytes.product_outputs for n, layer in zip(self._repeats, self.classes, strict=True)) / self.pp
-        )
+        outputs = [n * layer.bytes.product_outputs for n, layer in zip(self._repeats, self.classes, strict=True)]
+        made = sum(outputs) / self.pp
         made += self.blocks.logits * self.recipe.parameter_bytes if stage == self.pp - 1 else 0.0
         return (min(self.m, stage) + 1) * made
 
     # --- moments ------------------------------------------------------------------------------------------------------
 
-    def moments(self, stage: int) -> tuple[Moment, ...]:
-        """Those at which a stage may hold most; see the head of this module."""
+    def moments(self, stage: int, segment: int = 1) -> tuple[Moment, ...]:
+        """Those at which a stage may hold most; see the head of this module. So many layers are recomputed together."""
         found: list[Moment] = []
+        buffers = self._buffers(stage, segment)
         for flight in flights(self.setting.schedule, stage, self.pp, self.m, self.v):
             if flight.in_flight and (stage == 0 or stage == self.pp - 1):
-                found.append(self._at_end(stage, flight))
-            found.append(self._in_layer(stage, flight))
+                found.append(self._at_end(stage, flight, buffers))
+            found.append(self._in_layer(stage, flight, buffers))
             if stage == 0 and flight.gradients == 1:
-                found.append(self._late(flight))
+                found.append(self._late(flight, buffers))
         return tuple(found)
 
-    def _at_end(self, stage: int, flight: Flight) -> Moment:
-        first, buffers = flight.gradients == 0, self._buffers(stage)
+    def _at_end(self, stage: int, flight: Flight, buffers: _Buffers) -> Moment:
+        first = flight.gradients == 0
         loss = self._loss_bytes() if stage == self.pp - 1 else 0.0
         entering = self.blocks.prologue.work.working_bytes if stage == 0 else 0.0
         beside = self._beside(stage, flight.in_flight, buffers.first_end if first else buffers.end)
@@ -160,20 +169,20 @@ class StageMemory:
             beside |= self._end_changes(stage, flight)
         return Moment(flight.in_flight, flight.gradients, beside, False, flight.excess)
 
-    def _in_layer(self, stage: int, flight: Flight) -> Moment:
+    def _in_layer(self, stage: int, flight: Flight, buffers: _Buffers) -> Moment:
         """With nothing else in flight this is the end of a lone backward through the layers."""
         alone = flight.gradients == 0 or not flight.in_flight
-        buffers = self._buffers(stage)
         beside = self._beside(stage, flight.in_flight, buffers.first_layer if alone else buffers.layer)
-        beside["activations"] = self._put_off_bytes(stage) + self._tied * self.recipe.parameter_bytes
+        waiting = buffers.waiting + self._tied * self.recipe.parameter_bytes
+        beside["activations"] = self._put_off_bytes(stage) + waiting
         beside |= self._end_changes(stage, flight)
         return Moment(flight.in_flight, flight.gradients, beside, True, flight.excess)
 
-    def _late(self, flight: Flight) -> Moment:
+    def _late(self, flight: Flight, buffers: _Buffers) -> Moment:
         """Working set of the prologue's backward (an embedding's gradient), when the layers have given up theirs."""
         own, left = self.blocks.prologue, max(0.0, flight.in_flight - 1 / self.v)
-        beside = self._beside(0, left, self._buffers(0).late)
-        made = max(0.0, self._at_weights_bytes(own) - own.work.saved_bytes) if flight.in_flight else 0.0
+        beside = self._beside(0, left, buffers.late)
+        made = max(0.0, self._in_backward(own) - own.work.saved_bytes) if flight.in_flight else 0.0
         beside["activations"] = made + self._tied * self.recipe.parameter_bytes
         beside |= self._end_changes(0, flight, late=True)
         return Moment(left, 1, beside, False, flight.excess)
@@ -209,29 +218,32 @@ class StageMemory:
 
     # --- FSDP ---------------------------------------------------------------------------------------------------------
 
-    def _buffers(self, stage: int) -> _Buffers:
+    def _buffers(self, stage: int, segment: int = 1) -> _Buffers:
         """A reduction works in a copy of its unit's gradients, which stays until the next one starts; a gather is
-        copied out of its buffer, and the last of a forward stays until the loss. Level 3 gathers the next layer while
-        one runs."""
+        copied out of its buffer, and the last of a forward stays until the loss. Level 3 gathers the next unit while
+        one runs. Layers that are recomputed together are one unit."""
         zero, own = self.setting.zero, self.recipe
         if not zero:
             return _Buffers()
         wide, narrow = own.master_bytes or own.parameter_bytes, own.parameter_bytes
-        trained = max((c.unit.trained for c in self.classes), default=0.0)
-        gathered, reduced = trained * narrow, trained * wide
+        unit = segment * max((c.unit.trained for c in self.classes), default=0.0)
         if not self.reduces_at_once:
-            return _Buffers(first_end=gathered)
+            return _Buffers(first_end=unit * narrow)
         root = sum(end.trained for end in self.end_units(stage))
-        head = self.ends[1][1].trained * narrow if stage == self.pp - 1 else 0.0
-        left = (root or trained) * wide  # of the last micro-batch
-        found = _Buffers(gathered, head + reduced, max(gathered, left), head + max(reduced, left),
-                         max(root * narrow + reduced, root * (narrow + wide)))  # fmt: skip
+        head = self.ends[1][1].trained if stage == self.pp - 1 else 0.0
+        left = (root or unit) * wide  # of the last micro-batch
+        found = _Buffers(
+            first_end=unit * narrow, first_layer=unit * wide,
+            end=max(unit * narrow, left), layer=max(unit * wide, left),
+            late=max(root * narrow + unit * wide, root * (narrow + wide)), waiting=head * narrow,
+        )  # fmt: skip
         if zero < 3:
             return found
         whole = sum(end.parameters for end in self.end_units(stage)) * narrow
-        gathered = max((c.unit.parameters for c in self.classes), default=0.0) * narrow
-        return _Buffers(whole + gathered, whole + 2 * gathered + found.first_layer, whole + gathered + left,
-                        whole + 2 * gathered + found.layer, whole + found.late)  # fmt: skip
+        gathered = segment * max((c.unit.parameters for c in self.classes), default=0.0) * narrow
+        return replace(found, first_end=whole + gathered, first_layer=whole + 2 * gathered + found.first_layer,
+                       end=whole + gathered + left, layer=whole + 2 * gathered + found.layer,
+                       late=whole + found.late)  # fmt: skip
 
     # --- bounds -------------------------------------------------------------------------------------------------------
 
@@ -254,5 +266,7 @@ class StageMemory:
             buffers, gradients = self._buffers(s), sum(self._end_changes(s, there).values())
             loss = self._loss_bytes() if s == self.pp - 1 else 0.0
             at_end[:, s] += loss + (buffers.end + gradients if last else buffers.first_end)
-            in_layer[:, s] += (buffers.layer if last and self.m > 1 else buffers.first_layer) + gradients
+            in_layer[:, s] += (
+                (buffers.layer if last and self.m > 1 else buffers.first_layer) + gradients + buffers.waiting
+            )
         return (at_end if flight.max() else in_layer), in_layer

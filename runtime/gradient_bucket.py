@@ -29,10 +29,10 @@ class GradientBucket:
         self._memory: Tensor | None = None
         self.taken: set[nn.Parameter] = set()
 
-    def begin(self) -> None:
+    def begin(self, *, keeps_memory: bool = True) -> None:
         """A step starts: no gradient has come."""
         self.taken.clear()
-        if self._memory is not None and not has_own_memory(self._memory):
+        if self._memory is not None and not (keeps_memory and has_own_memory(self._memory)):
             self._memory = None
 
     def take(self, parameter: nn.Parameter) -> None:

@@ -85,8 +85,9 @@ class RunningProgram:
         counter = TokenCounter.on(world, program.token_count)
         intake = BatchIntake(program.traced, plan, world, counter, shared.rows_seen, shared.notices)
         self.reducer = gradient_reducer(
-            state, world, bucket_bytes=shared.bucket_bytes, overlap=shared.overlap, wide="dp" in shared.wide
-        )
+            state, world, bucket_bytes=shared.bucket_bytes, overlap=shared.overlap, wide="dp" in shared.wide,
+            hooked=plan.schedule != "zero-bubble",
+        )  # fmt: skip
         self.step = TrainingStep(
             plan,
             program.traced,

@@ -71,7 +71,8 @@ class GradientReducer:
     `begin` and `finish` exactly `micro_batches` run. Gradients that were there before `begin` are kept and added at the
     end, so that calling step twice accumulates instead of reducing the first gradient again.
     `wide`: 16-bit gradients are summed in fp32. `uses`: by parameter, backward passes of a micro-batch that add to its
-    gradient, where several stages of this rank read it; one of the others.
+    gradient, where several stages of this rank read it; one of the others. `hooked`: autograd says when it has added to
+    a gradient; a backward in halves does not, and memory that a bucket kept would lie idle beside its gradients.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class GradientReducer:
         bucket_bytes: int = BUCKET_BYTES,
         overlap: bool = True,
         wide: bool = False,
+        hooked: bool = True,
     ) -> None:
         self._parameters = [p for p in parameters if p.requires_grad]
         self._sums = tuple(sums)
@@ -101,7 +103,7 @@ class GradientReducer:
         self._versions: list[int] = []
         self._active = self._begun = False
         self._backward = -1  # of autograd's passes, the one that is reduced without `begin` and `finish`
-        self._wide, self._uses = wide, dict(uses or {})
+        self._wide, self._uses, self._hooked = wide, dict(uses or {}), hooked
         for p in self._bucket_of:
             p.register_post_accumulate_grad_hook(self.arrived)
 
@@ -122,7 +124,7 @@ class GradientReducer:
         self._sent, self._next_bucket = set(), 0
         self._active = self._begun = True
         for bucket in self._buckets:
-            bucket.begin()
+            bucket.begin(keeps_memory=self._hooked)
 
     def arrived(self, parameter: nn.Parameter) -> None:
         """A backward pass has added to the gradient of `parameter`; autograd says so itself for what it computes."""

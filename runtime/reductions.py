@@ -14,9 +14,11 @@ __all__ = ["gradient_reducer"]
 
 
 def gradient_reducer(
-    state: LocalState, world: World, *, bucket_bytes: int, overlap: bool, wide: bool
+    state: LocalState, world: World, *, bucket_bytes: int, overlap: bool, wide: bool, hooked: bool
 ) -> GradientReducer:
-    """Sums over data-parallel ranks in buckets, then over tp what is partial there, then over the stages of a tie."""
+    """Sums over data-parallel ranks in buckets, then over tp what is partial there, then over the stages of a tie.
+
+    `hooked`: see `GradientReducer`."""
     groups: dict[nn.Parameter, dist.ProcessGroup | None] = {}
     for name, parameter in state.parameters.items():
         if isinstance(parameter, DTensor):  # reduced where it is sharded
@@ -28,7 +30,9 @@ def gradient_reducer(
         parameter: sum(any(shard.name == name for shard in stage.parameters.values()) for stage in state.own_stages)
         for name, parameter in state.parameters.items()
     }
-    reducer = GradientReducer(groups, sums, uses=uses, bucket_bytes=bucket_bytes, overlap=overlap, wide=wide)
+    reducer = GradientReducer(
+        groups, sums, uses=uses, bucket_bytes=bucket_bytes, overlap=overlap, wide=wide, hooked=hooked
+    )
     state.copies.on_gradient.append(reducer.arrived)
     return reducer
 

@@ -141,7 +141,8 @@ class Holdings:
             for name, p in self.parameters.items()
         }
         # Over cp all at the end: there they would be taken for the collectives of a micro-batch.
-        return GradientReducer(groups, [*sums, *self._tied_sums()], overlap=self.world.size("cp") == 1)
+        hooked = self.plan.schedule != "zero-bubble"
+        return GradientReducer(groups, [*sums, *self._tied_sums()], overlap=self.world.size("cp") == 1, hooked=hooked)
 
     def _tied_sums(self) -> list[GroupSum]:
         pipeline = self.world.group("pp")

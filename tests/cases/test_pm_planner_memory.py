@@ -69,8 +69,8 @@ def test_pm_01_feasibility_is_that_of_the_heaviest_stage() -> None:
 
 
 def test_pm_02_categories_are_listed_separately() -> None:
-    """fp32 AdamW takes 16 bytes a parameter on one device: 4 weights, 4 gradients, 8 moments; all there at the peak if a
-    second micro-batch finds the gradients of the first."""
+    """fp32 AdamW takes 16 bytes a parameter on one device: 4 weights, 4 gradients, 8 moments; all there at the peak
+    where a second micro-batch finds the gradients of the first."""
     result = _plan_of("gpt2_tiny", checkpoint="none", microbatch=1)
     (memory,) = (dict(stage) for stage in result.plan.prediction["peak_memory_bytes"])
     static = [memory[name] for name in ("parameters", "gradients", "optimizer")]
