@@ -17,7 +17,7 @@ from autopar.cost_model.least_busy import least_busy_s, least_whole_s
 from autopar.cost_model.memory import Recipe, frozen_bytes, state_bytes
 from autopar.cost_model.model_prices import ModelPrices
 from autopar.cost_model.own_stack import own_traits
-from autopar.cost_model.pipeline_ilp import PipelineSolution, prove, solve_pipeline
+from autopar.cost_model.pipeline_ilp import PipelineSolution, prove, solve_table
 from autopar.cost_model.setting_bounds import SettingBounds
 from autopar.cost_model.setting_price import EXCHANGES, TIME_PARTS, SettingPrice
 from autopar.cost_model.sharding_bounds import ShardingBounds
@@ -94,11 +94,14 @@ class Evaluator:
         cutoff = price.without_overhead(cutoff_s)
         best, bound_s = None, np.inf
         for segment in self.segments_of(price):
-            found = solve_pipeline(price.problem(segment), cutoff_s=cutoff)
+            table = StageTable(price.problem(segment))
+            found = solve_table(table, cutoff_s=cutoff)
             if isinstance(found, float):
                 bound_s = min(bound_s, found)
             elif best is None or found.step_s < best.step_s * (1 - 1e-12):
                 best, cutoff = found, min(cutoff, found.step_s * (1 - 1e-12))
+            if not table.memory_binds:  # longer segments only free memory
+                break
         if best is None:
             return Evaluation(setting, None, np.inf, price.with_overhead(bound_s))
         return Evaluation(setting, best, price.with_overhead(best.step_s), price.with_overhead(best.step_s))

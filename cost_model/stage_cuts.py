@@ -3,8 +3,8 @@
     step = (m - 1/v) max_s T_s + (1/v) sum_s U_s + max_s tail_s
 
 For a bound B on T and one on the tails, the least sum of U is a shortest path over (stage, layers used). B is one of
-the distinct T, from the smallest that lets a cut through; they are halved, and halves that cannot win are left. The
-tail bound falls from the last cut's until what is left cannot win. Entries of the table that are lower bounds are
+the distinct T, from the smallest that lets a cut through; they are halved, and halves that cannot win are left. So are
+the bounds on the tail under each of them. Entries of the table that are lower bounds are
 worked out when the best cut uses them; a cut of exact entries is optimal.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -93,43 +94,67 @@ def _above(cutoff_s: float) -> float:
 
 
 def _best_under_levels(table: StageTable, times: Floats, levels: Floats, free_s: float) -> tuple[float, Cut | None]:
-    """The best cut. Levels between two bounds on the slowest stage wait together: none of them is faster than the lower
-    bound with the least sum under the upper one. At a level, the bound on the tail falls."""
+    """The best cut: over bounds on the slowest stage, and at each of them over bounds on the tail."""
     m, v = table.problem.micro_batches, table.problem.virtual_stages
     flows, tails = times - table.put_off_s, table.tails_where(np.isfinite(times))
-    least_tail_s = float(tails.min(axis=1).max())
+    latest = _levels(table, tails)
     if m * v == 1:
         levels = levels[-1:]  # a single micro-batch waits for no stage twice: the slowest costs nothing extra
-
-    def bound_s(level: int, least_sum_s: float) -> float:
-        return float((m - 1 / v) * levels[level] + least_sum_s / v + least_tail_s)
-
     best: tuple[float, float, Cut | None] = (np.inf, np.inf, None)  # of equal ones that with the fastest slowest stage
-    waiting = [(bound_s(low, free_s), low, high, free_s) for low, high in ((0, 0), (1, len(levels) - 1)) if low <= high]
-    while waiting and waiting[0][0] <= best[0]:
+
+    def look(allowed: npt.NDArray[np.bool_]) -> tuple[float, float]:
+        """(the least sum of flows through allowed entries, the tail of that cut), which may be the best."""
+        nonlocal best
+        sum_s, cut = _shortest(table, np.where(allowed, flows, np.inf))
+        if cut is None:
+            return np.inf, np.inf
+        picked = [(s, table.number(i, j)) for s, (i, j) in enumerate(cut)]
+        slowest_s, latest_s = (max(float(of[entry]) for entry in picked) for of in (times, tails))
+        value_s = (m - 1 / v) * slowest_s + sum_s / v + latest_s
+        if (value_s, slowest_s) < best[:2]:
+            best = (value_s, slowest_s, cut)
+        return sum_s, latest_s
+
+    def bound_s(level: int, sum_s: float, tail: int = 0) -> float:
+        return float((m - 1 / v) * levels[level] + sum_s / v + latest[tail])
+
+    def under_level(level: int) -> float:
+        allowed = times <= levels[level]
+        sum_s, latest_s = look(allowed)
+        if np.isfinite(sum_s):
+            below = int(np.searchsorted(latest, latest_s)) - 1
+
+            def under_tail(tail: int) -> float:
+                return look(allowed & (tails <= latest[tail]))[0]
+
+            _halved(0, below, sum_s, lambda tail, s: bound_s(level, s, tail), under_tail, lambda: best[0])
+        return sum_s
+
+    _halved(0, 0, free_s, bound_s, under_level, lambda: best[0])
+    _halved(1, len(levels) - 1, free_s, bound_s, under_level, lambda: best[0])
+    return best[0], best[2]
+
+
+def _halved(
+    low: int, high: int, sum_s: float, bound_s: Callable[[int, float], float], look: Callable[[int], float],
+    best_s: Callable[[], float],
+) -> None:  # fmt: skip
+    """Looks at rising bounds `low` to `high`, of which `look` gives the least sum of flows under it, while one may
+    be as good as the best. Those between two wait together: none of them is below the lower one with the least sum
+    under the upper one, `sum_s` at first."""
+    waiting = [(bound_s(low, sum_s), low, high, sum_s)] if low <= high else []
+    while waiting and waiting[0][0] <= best_s():
         _, low, high, under_high_s = heapq.heappop(waiting)
         middle = (low + high) // 2
-        allowed, under_middle_s = times <= levels[middle], None
-        while True:
-            sum_s, cut = _shortest(table, np.where(allowed, flows, np.inf))
-            under_middle_s = sum_s if under_middle_s is None else under_middle_s
-            if cut is None or bound_s(middle, sum_s) > best[0]:
-                break
-            picked = [(s, table.number(i, j)) for s, (i, j) in enumerate(cut)]
-            slowest_s, latest_s = (max(float(of[entry]) for entry in picked) for of in (times, tails))
-            value_s = (m - 1 / v) * slowest_s + sum_s / v + latest_s
-            if (value_s, slowest_s) < best[:2]:
-                best = (value_s, slowest_s, cut)
-            allowed = allowed & (tails < latest_s)
+        under_middle_s = look(middle)
         if low < middle and np.isfinite(under_middle_s):
             heapq.heappush(waiting, (bound_s(low, under_middle_s), low, middle - 1, under_middle_s))
         if middle < high:
             heapq.heappush(waiting, (bound_s(middle + 1, under_high_s), middle + 1, high, under_high_s))
-    return best[0], best[2]
 
 
 def _levels(table: StageTable, times: Floats) -> Floats:
-    """Distinct stage times that can be the slowest of some cut, rising; none if no cut is finite."""
+    """Distinct seconds that can be the most of some cut's stages, rising; none if no cut is finite."""
     levels = np.unique(times[np.isfinite(times)])
     levels = levels[levels >= times.min(axis=1).max()]
     low, high = 0, len(levels)

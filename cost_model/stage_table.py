@@ -187,7 +187,8 @@ def price_stage(
 
 
 class StageTable:
-    """Prices of every stage over all that it can hold (`runs`); arrays are [stage, number]."""
+    """Prices of every stage over all that it can hold (`runs`); arrays are [stage, number]. `memory_binds`: whether
+    there is a stage that cannot have every layer in its fastest mode."""
 
     def __init__(self, problem: PipelineProblem) -> None:
         self.problem = problem
@@ -236,7 +237,7 @@ class StageTable:
         self.times += missing_s * (1 - 1e-9)
         self.times[hopeless] = np.inf
         plain = problem.segment == 1 or all(m.name != "full" for m in fast.values())
-        self.exact = hopeless | (fits & plain)
+        self.exact, self.memory_binds = hopeless | (fits & plain), not (fits.all() and plain)
         self.tails = np.full(self.times.shape, np.nan)
 
     def _moments(self, counts: Floats) -> Iterator[tuple[Floats, Floats, Floats, Floats]]:

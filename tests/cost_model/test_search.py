@@ -105,7 +105,8 @@ def test_a_tied_weight_is_held_once_on_each_stage_that_uses_it(gpt: TracedModel,
 
 @pytest.mark.parametrize("zero", [0, 1, 3])
 def test_frozen_parameters_have_neither_gradients_nor_state(gpt: TracedModel, zero: int) -> None:
-    """Against the same model with nothing frozen; below ZeRO 3 they stay whole."""
+    """Against the same model with nothing frozen; below ZeRO 3 they stay whole. At the peak of the second micro-batch,
+    which finds the gradients of the first."""
     model = models.tiny_gpt(dtype=torch.float32)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("attn" in name or name.startswith("blocks.0"))
@@ -113,9 +114,10 @@ def test_frozen_parameters_have_neither_gradients_nor_state(gpt: TracedModel, ze
     trained = sum(p.numel for p in traced.parameters.values() if p.requires_grad)
     total = traced.parameter_count
     assert 0 < trained < total
-    pins = Pins(dp=4, zero=zero, microbatch=2, checkpoint="none")
+    pins = Pins(dp=4, zero=zero, microbatch=1, checkpoint="none")
     plans = [search(model, cluster_of(1 << 30), TRAIN, pins).plan for model in (traced, gpt)]
     (frozen,), (full,) = (plan.prediction["peak_memory_bytes"] for plan in plans)
+    assert full["gradients"] > 0
     ranks = 4 if zero else 1
     assert full["optimizer"] == pytest.approx(8 * total / ranks, rel=1e-3)
     assert frozen["optimizer"] == pytest.approx(8 * trained / ranks, rel=1e-3)
