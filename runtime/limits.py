@@ -99,6 +99,14 @@ def _check_split_backward(plan: Plan, traced: TracedModel, stages: Sequence[Stag
     weights = [n for n in traced.graph_module.graph.nodes if n.op == "get_attr"]
     made = [n for n in traced.graph_module.graph.nodes if n.op == "call_function"]
     for stage in stages[1:]:
+        placeholders = {n.name: n for n in stage.graph_module.graph.nodes if n.op == "placeholder"}
+        if not any(placeholders[name].meta.get("grad", True) for name in stage.receives):
+            raise SpecError(
+                f"schedule zero-bubble: everything before stage {stage.index} is frozen, and the split backward would "
+                "lose that stage's weight gradients",
+                where="schedule",
+                try_="schedule 1f1b or interleaved",
+            )
         received = {n for n in made if n.meta["grad"] and stage_of[n.meta["segment"]] < stage.index}
         own = [n for n in made if stage_of[n.meta["segment"]] == stage.index]
         apart = joined_apart([*weights, *own], received)
@@ -106,14 +114,6 @@ def _check_split_backward(plan: Plan, traced: TracedModel, stages: Sequence[Stag
             raise SpecError(
                 f"schedule zero-bubble: weights of stage {stage.index} meet at {apart.meta['key']} before what it "
                 "receives, and the split backward cannot tell their gradients",
-                where="schedule",
-                try_="schedule 1f1b or interleaved",
-            )
-        placeholders = {n.name: n for n in stage.graph_module.graph.nodes if n.op == "placeholder"}
-        if not any(placeholders[name].meta.get("grad", True) for name in stage.receives):
-            raise SpecError(
-                f"schedule zero-bubble: everything before stage {stage.index} is frozen, and the split backward would "
-                "lose that stage's weight gradients",
                 where="schedule",
                 try_="schedule 1f1b or interleaved",
             )
