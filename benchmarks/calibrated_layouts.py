@@ -26,7 +26,8 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from autopar.api import build, find_plan
+from autopar.api import find_plan
+from autopar.build import build
 from autopar.calibrate import calibrate_locally, show_progress
 from autopar.models import example_from_config
 from autopar.passes import prepare

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from autopar.api import build, find_plan
+from autopar.api import find_plan
+from autopar.build import build
 from autopar.dryrun.recorder import Recorder
 from autopar.ir import TracedModel
 from autopar.passes import prepare

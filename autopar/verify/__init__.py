@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autopar import passes
-from autopar.api import build
+from autopar.build import build
 from autopar.errors import AutoparError, SpecError, UnsupportedModelError
 from autopar.ir import TracedModel
 from autopar.models import resolve

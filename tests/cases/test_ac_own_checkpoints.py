@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from autopar.api import build
+from autopar.build import build
 from autopar.mesh import Degrees
 from autopar.passes import prepare
 from autopar.trace import trace

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from autopar.api import build
+from autopar.build import build
 from autopar.mesh import Degrees
 from autopar.passes import prepare
 from autopar.runtime.launch import run_ranks

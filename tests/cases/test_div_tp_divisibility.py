@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.api import build
+from autopar.build import build
 from autopar.cost_model.search import search
 from autopar.dryrun import dry_run_captured
 from autopar.errors import InfeasiblePlanError

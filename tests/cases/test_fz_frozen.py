@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.api import build
+from autopar.build import build
 from autopar.errors import AutoparError, SpecError
 from autopar.ir import TracedModel
 from autopar.mesh import Degrees

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.api import build
+from autopar.build import build
 from autopar.errors import AutoparError
 from autopar.mesh import Degrees
 from autopar.passes import prepare

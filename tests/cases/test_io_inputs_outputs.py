@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
-from autopar.api import build
+from autopar.build import build
 from autopar.errors import AutoparError, SpecError, UnsupportedModelError
 from autopar.mesh import Degrees
 from autopar.passes import apply, prepare

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.api import build
+from autopar.build import build
 from autopar.mesh import Degrees
 from autopar.passes import prepare
 from autopar.plan import Plan

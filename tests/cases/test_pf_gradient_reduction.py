@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.api import build
+from autopar.build import build
 from autopar.mesh import Degrees
 from autopar.passes import prepare
 from autopar.runtime.launch import run_ranks

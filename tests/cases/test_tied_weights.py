@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from autopar.api import build
+from autopar.build import build
 from autopar.errors import AutoparError
 from autopar.mesh import Degrees
 from autopar.passes import prepare

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.api import build
+from autopar.build import build
 from autopar.cost_model.search import search
 from autopar.mesh import Degrees
 from autopar.passes import prepare

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.api import build
+from autopar.build import build
 from autopar.mesh import Degrees
 from autopar.passes import prepare
 from autopar.placement import Shard

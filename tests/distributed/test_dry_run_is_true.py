@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from autopar import passes
-from autopar.api import build
+from autopar.build import build
 from autopar.dryrun import dry_run_captured
 from autopar.dryrun.recorder import Recorder
 from autopar.mesh import Degrees

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.api import build
+from autopar.build import build
 from autopar.errors import SpecError
 from autopar.mesh import Degrees
 from autopar.passes import apply, prepare

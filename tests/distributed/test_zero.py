@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.api import build
+from autopar.build import build
 from autopar.errors import SpecError
 from autopar.mesh import Degrees
 from autopar.passes import prepare

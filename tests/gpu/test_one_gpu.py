@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from autopar.api import build
+from autopar.build import build
 from autopar.mesh import Degrees
 from autopar.passes import prepare
 from autopar.runtime.attention_block import block_backward, block_forward

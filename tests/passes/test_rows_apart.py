@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.api import build
+from autopar.build import build
 from autopar.errors import SpecError, UnsupportedModelError
 from autopar.mesh import Degrees
 from autopar.passes import apply, prepare

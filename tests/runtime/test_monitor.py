@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from autopar.api import build
+from autopar.build import build
 from autopar.errors import AutoparError, SpecError
 from autopar.mesh import Degrees
 from autopar.passes import prepare

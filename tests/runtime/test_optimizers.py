@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autopar.api import build
+from autopar.build import build
 from autopar.errors import SpecError
 from autopar.mesh import Degrees
 from autopar.passes import prepare

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autopar.api import build
+from autopar.build import build
 from autopar.errors import AutoparError
 from autopar.mesh import Degrees
 from autopar.passes import prepare
