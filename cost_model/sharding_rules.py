@@ -23,6 +23,7 @@ split, which map a shard of one dim to a shard inside another, in `dim_maps.py`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from torch import fx
 
@@ -117,7 +118,7 @@ def rule_of(node: fx.Node, tensors: list[fx.Node]) -> Rule | None:
         return None
     if op_name(node) == "scaled_dot_product_attention" and len(shapes) == 4 and len(shapes[3]) < 4:
         text = text.replace("bhQK", "bhQK"[-len(shapes[3]) :])  # a mask is broadcast from the right
-    return parse_rule(text, shapes, node.meta["shape"])
+    return parse_rule(text, tuple(shapes), node.meta["shape"])
 
 
 def counts_ids(node: fx.Node) -> bool:
@@ -126,7 +127,8 @@ def counts_ids(node: fx.Node) -> bool:
     return op_name(node) == "embedding" and len(node.args) > 3 and bool(node.args[3])
 
 
-def parse_rule(text: str, shapes: list[tuple[Dim, ...]], out_shape: tuple[Dim, ...]) -> Rule | None:
+@lru_cache(maxsize=1 << 12)
+def parse_rule(text: str, shapes: tuple[tuple[Dim, ...], ...], out_shape: tuple[Dim, ...]) -> Rule | None:
     """Read a line of RULES for actual shapes. None if the shapes do not have the ranks the line states."""
     head, *partial_texts = text.split(" | ")
     arguments, result = head.split(">")

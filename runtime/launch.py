@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import pickle
@@ -123,6 +124,7 @@ def _lead(n: int, payload: bytes, writer: Connection, deadline: float) -> None:
     try:
         fn, args, once = pickle.loads(payload)
         call = partial(fn, once(), *args)
+        gc.freeze()  # to look through what is shared would copy it, page by page
         reply = pickle.dumps((True, _run(multiprocessing.get_context("fork"), n, call, deadline), ""))
     except Exception as error:  # noqa: BLE001 - the border of the process: whatever it was goes to the parent
         text = str(error.__cause__) if isinstance(error.__cause__, RemoteTracebackError) else traceback.format_exc()
@@ -163,6 +165,7 @@ def _end_with_parent() -> None:
 
 
 def _rank_main(rank: int, n: int, store: str, call: Callable[[], Any], writer: Connection, timeout_s: float) -> None:
+    gc.freeze()  # of the process this one was forked from
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // n))
     try:

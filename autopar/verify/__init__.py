@@ -35,10 +35,13 @@ from autopar.verify.matrix import Case, MatrixResult, every_case, show_progress
 from autopar.verify.record import Record
 from autopar.verify.result import VerifyResult, compared, everyone
 
-__all__ = ["Factory", "MatrixResult", "VerifyResult", "verify", "verify_all", "verify_plans"]
+__all__ = ["Factory", "MatrixResult", "Planner", "VerifyResult", "verify", "verify_all", "verify_plans"]
 
 Factory = Callable[[], tuple[nn.Module, Mapping[str, Any]]]
 """A module-level function that returns a fresh model and one global batch, the same at every call."""
+
+Planner = Callable[[TracedModel], Sequence[Plan]]
+"""A module-level function of the captured model, run once for all ranks."""
 
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 _TOLERANCE_OWN, _TOLERANCE_HF, _TOLERANCE_FP32 = 1e-10, 1e-6, 2e-5
@@ -62,21 +65,43 @@ def verify(
     model: a name for `autopar.models.resolve`, or a Factory. Without `plan` the search picks one for `ranks` local
     processes within `pins`. Raises AutoparError if there is none, or the model cannot be captured.
     """
-    results: list[VerifyResult] = run_ranks(
-        ranks, _compare, ranks, pins, [plan], once=_once(model, pins, dtype, steps), timeout_s=timeout_s
+    result: VerifyResult = run_ranks(
+        ranks, _compare, ranks, pins, plan, once=_once(model, pins, dtype, steps), timeout_s=timeout_s
     )[0]
-    return results[0]
+    return result
 
 
 def verify_plans(
-    model: str | Factory, plans: Sequence[Plan], *, dtype: str = "float64", steps: int = 1, timeout_s: float = 600.0
+    model: str | Factory,
+    plans: Sequence[Plan] | Planner,
+    *,
+    ranks: int | None = None,
+    dtype: str = "float64",
+    steps: int = 1,
+    timeout_s: float = 600.0,
 ) -> list[VerifyResult]:
-    """Several plans of equal world size on one set of processes: the model is built and captured once."""
-    ranks = plans[0].degrees.world_size
-    results: list[VerifyResult] = run_ranks(
-        ranks, _compare, ranks, None, list(plans), once=_once(model, None, dtype, steps), timeout_s=timeout_s
-    )[0]
+    """Several plans of equal world size on one set of processes: the model is built and captured once.
+
+    plans: may be a function of that capture, which needs to be told `ranks`.
+    """
+    if ranks is None:
+        if callable(plans):
+            raise SpecError("a function gives the plans", where="ranks", try_="verify_plans(..., ranks=)")
+        ranks = plans[0].degrees.world_size
+    once = partial(_with_plans, _once(model, None, dtype, steps), plans)
+    results: list[VerifyResult] = run_ranks(ranks, _compare_plans, once=once, timeout_s=timeout_s)[0]
     return results
+
+
+def _with_plans(once: Callable[[], _Comparison], plans: Sequence[Plan] | Planner) -> tuple[_Comparison, Sequence[Plan]]:
+    comparison = once()
+    return comparison, plans(comparison.traced) if callable(plans) else plans
+
+
+def _compare_plans(prepared: tuple[_Comparison, Sequence[Plan]]) -> list[VerifyResult]:
+    """On every rank; the results are those of rank 0."""
+    comparison, plans = prepared
+    return [comparison.run(plan) for plan in plans]
 
 
 def verify_all(
@@ -127,15 +152,12 @@ class _Comparison:
         return replace(result, notices=self._notices)
 
 
-def _compare(comparison: _Comparison, ranks: int, pins: Pins | None, plans: list[Plan | None]) -> list[VerifyResult]:
-    """On every rank; the results are those of rank 0."""
-    results = []
-    for plan in plans:
-        if plan is None:
-            size = batch_size(comparison.traced, comparison.batch)
-            plan = _from_rank_zero(partial(pinned_plan, comparison.traced, ranks, pins or Pins(), *size))
-        results.append(comparison.run(plan))
-    return results
+def _compare(comparison: _Comparison, ranks: int, pins: Pins | None, plan: Plan | None) -> VerifyResult:
+    """On every rank; the result is that of rank 0."""
+    if plan is None:
+        size = batch_size(comparison.traced, comparison.batch)
+        plan = _from_rank_zero(partial(pinned_plan, comparison.traced, ranks, pins or Pins(), *size))
+    return comparison.run(plan)
 
 
 def _compare_all(comparison: _Comparison, ranks: int, pins: Pins) -> MatrixResult:

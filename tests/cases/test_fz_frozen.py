@@ -21,7 +21,7 @@ from autopar.runtime.engine import ParallelModule
 from autopar.runtime.launch import run_ranks
 from autopar.specs import Pins
 from autopar.trace import trace
-from autopar.verify import _compare, _Comparison
+from autopar.verify import _Comparison
 from tests import models, plans
 
 pytestmark = pytest.mark.distributed
@@ -127,11 +127,11 @@ def _parity() -> list[str]:
     }
     failed = []
     for factory, some in wanted.items():
-        for result in _compare(_Comparison(factory, Pins(), "float64", 2), 2, None, list(some)):
+        for result in map(_Comparison(factory, Pins(), "float64", 2).run, some):
             if not result.passed:
                 failed.append(f"{factory.__name__}\n{result.text()}")
     with pytest.raises(SpecError, match="everything before stage 1 is frozen, and the split backward would lose"):
-        _compare(_Comparison(first_stage_frozen, Pins(), "float64", 1), 2, None, [split])
+        _Comparison(first_stage_frozen, Pins(), "float64", 1).run(split)
     return failed
 
 

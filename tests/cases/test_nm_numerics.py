@@ -13,7 +13,7 @@ from autopar.runtime import collectives, reductions
 from autopar.runtime.launch import run_ranks
 from autopar.runtime.training_step import TrainingStep
 from autopar.specs import Pins
-from autopar.verify import VerifyResult, _compare, _Comparison
+from autopar.verify import VerifyResult, _Comparison
 from tests import models, plans
 
 pytestmark = pytest.mark.distributed
@@ -46,9 +46,8 @@ def _checked(fault: Any) -> list[VerifyResult]:
     results = []
     for dtype in dtypes:
         precision = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16"}[dtype]
-        results += _compare(
-            _Comparison(tiny_gpt, Pins(), dtype, 1), 2, None, [p.replace(precision=precision) for p in wanted]
-        )
+        comparison = _Comparison(tiny_gpt, Pins(), dtype, 1)
+        results += [comparison.run(p.replace(precision=precision)) for p in wanted]
     return results
 
 

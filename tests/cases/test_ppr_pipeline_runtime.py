@@ -19,7 +19,7 @@ from autopar.plan import Plan
 from autopar.runtime.launch import run_ranks
 from autopar.specs import Pins
 from autopar.trace import trace
-from autopar.verify import _compare, _Comparison
+from autopar.verify import _Comparison
 from tests import models
 
 DIM = 16
@@ -195,7 +195,7 @@ def _boundaries() -> list[str]:
         plans = [_plan(stem)]
         if stem == "blocks":
             plans += [_plan(stem, "interleaved", 2), _plan(stem).replace(overlap=("pp_send",))]
-        results = _compare(_Comparison(factory, Pins(), "float64", 1), 2, None, list(plans))
+        results = list(map(_Comparison(factory, Pins(), "float64", 1).run, plans))
         failed += [f"{factory.__name__}\n{r.text()}" for r in results if not r.passed]
     return failed
 

@@ -201,7 +201,7 @@ def test_right_strategies_of_linear_pass() -> None:
 
 
 def test_rule_text_reads_broadcast_dims() -> None:
-    rule = parse_rule("..,..>..", [(2, 4, 8, 3), (1, 1, 8, 3)], (2, 4, 8, 3))
+    rule = parse_rule("..,..>..", ((2, 4, 8, 3), (1, 1, 8, 3)), (2, 4, 8, 3))
     assert rule is not None
     lacking = {letter.output for letter in rule.letters if letter.inputs[1] is None}
     assert lacking == {0, 1}
@@ -222,7 +222,7 @@ def test_number_added_to_a_partial_sum_is_not_offered() -> None:
 def _partials(op: str, arguments: int) -> tuple[tuple[Placement, ...], ...]:
     from autopar.cost_model.sharding_rules import RULES
 
-    rule = parse_rule(RULES[op], [(2, 4)] * arguments, (2, 4))
+    rule = parse_rule(RULES[op], ((2, 4),) * arguments, (2, 4))
     assert rule is not None
     return rule.partial
 

@@ -18,7 +18,7 @@ from autopar.runtime.launch import run_ranks
 from autopar.runtime.reducer import GradientReducer
 from autopar.runtime.training_step import TrainingStep
 from autopar.specs import ClusterSpec, Pins, TrainSpec
-from autopar.verify import VerifyResult, _compare, _Comparison, verify, verify_plans
+from autopar.verify import VerifyResult, _Comparison, verify, verify_plans
 from tests import models, plans
 
 pytestmark = pytest.mark.distributed
@@ -121,7 +121,7 @@ def _with_fault(fault: str) -> VerifyResult:
         scaled = TrainingStep._scaled_loss
         TrainingStep._scaled_loss = lambda self, x: 2 * scaled(self, x)  # type: ignore[method-assign]
     plan = plans.megatron("tiny_gpt", Degrees(tp=2))
-    return _compare(_Comparison(tiny_gpt, Pins(), "float64", 1), 2, None, [plan])[0]
+    return _Comparison(tiny_gpt, Pins(), "float64", 1).run(plan)
 
 
 def _drop_sums() -> None:

@@ -106,10 +106,12 @@ def _reference(name: str, model: nn.Module, batch: Any) -> dict[str, torch.Tenso
 def _train(ranks_degrees: list[tuple[Degrees, int]]) -> None:
     model, batch = models.tiny_gpt(), models.default_batch()
     traced = prepare(trace(model, batch))
+    references = {name: _reference(name, model, batch) for name in OPTIMIZERS}
     for degrees, zero in ranks_degrees:
+        plan = plans.megatron("tiny_gpt", degrees, micro_batch=2).replace(zero=zero)
+        pm = build(copy.deepcopy(model), traced, plan)
         for name, (cls, options) in OPTIMIZERS.items():
-            plan = plans.megatron("tiny_gpt", degrees, micro_batch=2).replace(zero=zero)
-            pm = build(copy.deepcopy(model), traced, plan)
+            pm.load_state_dict(model.state_dict())
             decays = "adamw" in name or "factory" in name
             groups = {"*.bias": {k: v for k, v in GROUPS["*.bias"].items() if k != "weight_decay" or decays}}
             optimizer = pm.optimizer(cls, groups=groups, **options)
@@ -119,8 +121,8 @@ def _train(ranks_degrees: list[tuple[Degrees, int]]) -> None:
                 pm.step(batch)
                 optimizer.step()
                 schedule.step()
-            state, expected = pm.state_dict(), _reference(name, model, batch)
-            for parameter, value in expected.items():
+            state = pm.state_dict()
+            for parameter, value in references[name].items():
                 # The gradient of key biases is rounding noise, which these scale up.
                 noisy = {"signum": 1e-3, "adafactor": 1e-7, "rprop": 2e-3} if "qkv.bias" in parameter else {}
                 limit = noisy.get(name, 1e-10)
