@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -37,6 +37,7 @@ def padded(name: str) -> tuple[nn.Module, dict[str, Any]]:
     return model, {**batch, "attention_mask": mask, "labels": batch["labels"].masked_fill(mask == 0, -100)}
 
 
+@cache
 def _layers(name: str) -> tuple[str, ...]:
     model, batch = family(name)
     return tuple(s.path for s in trace(model, batch).layers)

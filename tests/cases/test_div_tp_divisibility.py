@@ -14,6 +14,7 @@ from autopar.build import build
 from autopar.cost_model.search import search
 from autopar.dryrun import dry_run_captured
 from autopar.errors import InfeasiblePlanError
+from autopar.ir import TracedModel
 from autopar.mesh import Degrees
 from autopar.passes import prepare
 from autopar.plan import Plan
@@ -76,22 +77,29 @@ def _searched(factory: Any, pins: Pins, ranks: int) -> Plan:
     return search(prepare(trace(model, batch)), ClusterSpec.parse(f"local:{ranks}"), TRAIN, pins).plan
 
 
-def _check(factory: Any, wanted: list[Plan], steps: int = 1) -> None:
-    failed = [r.text() for r in verify_plans(factory, wanted, steps=steps) if not r.passed]
+def _check(factory: Any, wanted: list[Plan], steps: int = 1, searched: Pins | None = None) -> None:
+    """`wanted`, and what the search finds under the pins `searched`."""
+    ranks = wanted[0].degrees.world_size
+    planner = partial(_and_searched, wanted, searched, ranks)
+    failed = [r.text() for r in verify_plans(factory, planner, ranks=ranks, steps=steps) if not r.passed]
     assert not failed, "\n\n".join(failed)
+
+
+def _and_searched(wanted: list[Plan], pins: Pins | None, ranks: int, traced: TracedModel) -> list[Plan]:
+    return wanted if pins is None else [*wanted, search(traced, ClusterSpec.parse(f"local:{ranks}"), TRAIN, pins).plan]
 
 
 @pytest.mark.distributed
 def test_div_01_fewer_key_value_heads_than_ranks() -> None:
     """Each rank has its query head and the key/value head that it shares with another rank."""
     layouts = [plans.megatron("llama", Degrees(tp=4), sequence_sharding=sp, micro_batch=4) for sp in (False, True)]
-    _check(partial(llama, 4, 2), [_searched(partial(llama, 4, 2), Pins(tp=4), 4), *layouts])
+    _check(partial(llama, 4, 2), layouts, searched=Pins(tp=4))
 
 
 @pytest.mark.distributed
 def test_div_01_neither_divides_the_other() -> None:
     layout = plans.megatron("llama", Degrees(tp=2), micro_batch=4)
-    _check(partial(llama, 6, 3), [_searched(partial(llama, 6, 3), Pins(tp=2), 2), layout])
+    _check(partial(llama, 6, 3), [layout], searched=Pins(tp=2))
 
 
 def test_div_02_six_heads_on_four_devices() -> None:
@@ -111,7 +119,7 @@ def test_div_02_six_heads_on_four_devices() -> None:
 @pytest.mark.parametrize("vocab", [65, 63])
 def test_div_03_vocabularies_that_do_not_divide(vocab: int) -> None:
     wanted = [plans.megatron("gpt2", Degrees(tp=2), sequence_sharding=sp, micro_batch=4) for sp in (False, True)]
-    _check(partial(gpt2, vocab), [*wanted, _searched(partial(gpt2, vocab), Pins(tp=2), 2)], steps=3)
+    _check(partial(gpt2, vocab), wanted, steps=3, searched=Pins(tp=2))
     heads = {"tokens.weight": "S(0)", "head.weight": "S(0)", "head.bias": "S(0)"}
     layout = plans.megatron("tiny_gpt", Degrees(tp=2), micro_batch=4)
     _check(partial(smoothed, vocab), [layout.replace(parameters={**layout.parameters, **heads})])
