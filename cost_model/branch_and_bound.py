@@ -5,6 +5,7 @@
     partition, blocks           exact block prices
     setting                     stages of equal time, least tail
     setting, sharp              and the memory of every stage (settings that differ in schedule and chunks at once)
+    setting, alone              and at every moment of a step, in whole layers
     setting, solved             the pipeline problem, cut off at the incumbent
 
 The search ends when the least bound is above the incumbent, which is then optimal over the whole space. Alternatives
@@ -31,6 +32,9 @@ ALTERNATIVES = 5
 _ALTERNATIVE_LOOKS = 60
 """Settings solved for the alternatives, at most: the report needs near ones, not proofs."""
 
+_NEAR = 0.995
+"""The setting of an alternative is as fast as the best of its layout but for this: of many chunks a rank most are."""
+
 _SAME = 1 + 1e-9
 """Steps that agree to nine digits are ties."""
 
@@ -45,6 +49,7 @@ class Pricing(Protocol):
     def rough_bound_s(self, partition: Partition) -> float: ...
     def block_bound_s(self, partition: Partition) -> float: ...
     def bounds_s(self, group: SettingGroup, *, sharp: bool = False) -> Floats: ...
+    def least_s(self, setting: Setting, cutoff_s: float = np.inf) -> float: ...
     def evaluate(self, setting: Setting, cutoff_s: float = np.inf) -> Evaluation: ...
     def proven(self, found: Evaluation) -> Evaluation: ...
     def detailed(self, found: Evaluation) -> Evaluation: ...
@@ -71,11 +76,12 @@ class _Node:
 @dataclass
 class _Waiting:
     """Settings of a partition: bounds of the runs of each group, inf where one is done or does not fit; `sharp`: groups
-    whose bounds see memory."""
+    whose bounds see memory; `alone`: (group, run) of those that were bounded by themselves."""
 
     groups: list[SettingGroup]
     bounds: list[Floats]
     sharp: set[int] = field(default_factory=set)
+    alone: set[tuple[int, int]] = field(default_factory=set)
 
     def next(self) -> tuple[float, int]:
         """The least bound, and the group it is of."""
@@ -87,6 +93,16 @@ class _Waiting:
         run = int(self.bounds[group].argmin())
         self.bounds[group][run] = np.inf
         return self.groups[group].setting(run)
+
+    def sharpen(self, group: int, least_s: Callable[[Setting], float]) -> float | None:
+        """Bounds the setting that `pop` would give by itself, unless that has been done."""
+        run = int(self.bounds[group].argmin())
+        if (group, run) in self.alone:
+            return None
+        self.alone.add((group, run))
+        bound_s = max(float(self.bounds[group][run]), least_s(self.groups[group].setting(run)))
+        self.bounds[group][run] = bound_s
+        return bound_s
 
 
 def rank(e: Evaluation) -> tuple[Any, ...]:
@@ -135,10 +151,10 @@ class BranchAndBound:
             known = self.best_of_layout.get(layout)
             others = sorted(e.step_s for k, e in self.best_of_layout.items() if k != own)
             cutoff_s = others[ALTERNATIVES - 1] if len(others) >= ALTERNATIVES else np.inf
-            if cutoff_s <= node.bound_s:
+            if cutoff_s * _NEAR <= node.bound_s:
                 break
-            if layout != own and (known is None or node.bound_s < known.step_s):
-                self._look(node, cutoff_s if known is None else min(cutoff_s, known.step_s))
+            if layout != own and (known is None or node.bound_s < known.step_s * _NEAR):
+                self._look(node, cutoff_s if known is None else min(cutoff_s, known.step_s * _NEAR))
         rest = sorted((e for k, e in self.best_of_layout.items() if k != own), key=rank)
         return [self._evaluator.detailed(e) for e in rest[:ALTERNATIVES]]
 
@@ -168,6 +184,11 @@ class BranchAndBound:
         """Solve a partition's next setting, or sharpen the bounds of its group where that has not been done."""
         bound_s, group = waiting.next()
         if group in waiting.sharp:
+            alone_s = waiting.sharpen(group, lambda setting: self._evaluator.least_s(setting, cutoff_s))
+            if alone_s is not None:
+                self.counts.too_big += alone_s == np.inf
+                self._wait(waiting)
+                return None
             setting = waiting.pop(group)
             self._wait(waiting)
             return self._solve(setting, cutoff_s)

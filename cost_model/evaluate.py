@@ -21,6 +21,7 @@ from autopar.cost_model.pipeline_ilp import PipelineSolution, prove, solve_table
 from autopar.cost_model.setting_bounds import SettingBounds
 from autopar.cost_model.setting_price import EXCHANGES, TIME_PARTS, SettingPrice
 from autopar.cost_model.sharding_bounds import ShardingBounds
+from autopar.cost_model.stage_cuts import least_cut_s
 from autopar.cost_model.stage_table import Floats, StageTable
 from autopar.cost_model.step_price import exchange_s, overhead_s, slowdown
 from autopar.mesh import Degrees
@@ -92,8 +93,8 @@ class Evaluator:
         """The best stages and modes of a setting; none if they take longer than the cutoff."""
         price = self.price(setting)
         cutoff = price.without_overhead(cutoff_s)
-        best, bound_s = None, np.inf
-        for segment in self.segments_of(price):
+        best, bound_s, segments = None, np.inf, self.segments_of(price)
+        for i, segment in enumerate(segments):
             table = StageTable(price.problem(segment))
             found = solve_table(table, cutoff_s=cutoff)
             if isinstance(found, float):
@@ -102,9 +103,22 @@ class Evaluator:
                 best, cutoff = found, min(cutoff, found.step_s * (1 - 1e-12))
             if not table.memory_binds:  # longer segments only free memory
                 break
+            if i == 0 and len(segments) > 2 and cutoff < np.inf:  # none of the longer ones may be worth a table
+                least_s = least_cut_s(StageTable(price.least_problem(segments[1], segments[-1])), cutoff)
+                if least_s > cutoff:
+                    bound_s = min(bound_s, least_s)
+                    break
         if best is None:
             return Evaluation(setting, None, np.inf, price.with_overhead(bound_s))
         return Evaluation(setting, best, price.with_overhead(best.step_s), price.with_overhead(best.step_s))
+
+    def least_s(self, setting: Setting, cutoff_s: float = np.inf) -> float:
+        """Lower bound of the step of a setting, in seconds, with the memory of its stages at every moment; only a bound
+        past the cutoff, if it is one."""
+        price = self.price(setting)
+        segments = self.segments_of(price)
+        problem = price.least_problem(segments[0], segments[-1])
+        return price.with_overhead(least_cut_s(StageTable(problem), price.without_overhead(cutoff_s)))
 
     def segments_of(self, price: SettingPrice) -> tuple[int, ...]:
         """Segments make sense for layers that can be recomputed whole, and no longer than a stage; those over several

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from autopar.cost_model.candidates import Partition, Setting
 from autopar.cost_model.evaluate import Evaluation, Evaluator
-from autopar.cost_model.moments import first_and_last_flights
+from autopar.cost_model.moments import bounding_flights
 
 __all__ = ["least_memory"]
 
@@ -63,7 +63,7 @@ def _worth_a_look(settings: Sequence[Setting], smallest: bool) -> list[Setting]:
 def _drains(setting: Setting) -> bool:
     """Whether the first backwards leave less in flight than they found, on some stage."""
     runs, pp = [(setting.schedule, setting.virtual_stages)], setting.degrees.pp
-    first, last = first_and_last_flights(runs, pp, setting.micro_batches)
+    (first, _), *_, (last, _) = bounding_flights(runs, pp, setting.micro_batches)
     return bool((last < first).any())
 
 

@@ -151,6 +151,10 @@ class MixedEvaluator:
         orders = self._orders[setting.degrees]
         return [MixedPrice(prices, self._views, self._owner(order, setting.degrees)) for order in orders]
 
+    def least_s(self, setting: Setting, cutoff_s: float = np.inf) -> float:
+        """As `Evaluator.least_s`: the sharp bounds of the orders are all there is."""
+        return min(self._sharp.get(setting, [0.0]))
+
     def evaluate(self, setting: Setting, cutoff_s: float = np.inf) -> Evaluation:
         """The best order, stages and modes of a setting; none if they take longer than the cutoff."""
         best: Evaluation | None = None

@@ -15,7 +15,18 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["LayerClass", "LayerMode", "Mixes", "class_mixes", "leanest", "merged", "prefix_mixes"]
+__all__ = [
+    "LayerClass",
+    "LayerMode",
+    "Mixes",
+    "class_mixes",
+    "compositions",
+    "leanest",
+    "merged",
+    "mixes_of",
+    "prefix_mixes",
+    "useful_modes",
+]
 
 Floats = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
@@ -65,24 +76,30 @@ class Mixes:
 def class_mixes(layer: LayerClass, count: int, segment: int = 1, chunks: int = 1) -> Mixes:
     """Useful mixes of `count` layers of one class. Consecutive layers in mode "full" are recomputed in segments of
     `segment` layers (within each of `chunks` equal parts of the stage); only a segment's input is kept."""
-    modes = _useful(layer.modes)
-    choice = _compositions(count, len(modes))
+    modes = useful_modes(layer.modes)
+    choice = compositions(count, len(modes))
     if len(choice) == 0:
         modes = _hull(modes)
-        choice = _compositions(count, len(modes))
-    kept = np.zeros(len(choice))
-    transient = np.zeros(len(choice))
-    for k, mode in enumerate(modes):
+        choice = compositions(count, len(modes))
+    wide = np.zeros((len(choice), len(layer.modes)), dtype=np.int64)
+    wide[:, [layer.modes.index(mode) for mode in modes]] = choice
+    return mixes_of(layer, wide, segment, chunks)
+
+
+def mixes_of(layer: LayerClass, choice: Counts, segment: int = 1, chunks: int = 1) -> Mixes:
+    """Mixes of the given numbers of layers in each mode, a row each; see `class_mixes`."""
+    kept, transient, time_s = (np.zeros(len(choice)) for _ in range(3))
+    for k, mode in enumerate(layer.modes):
         layers = choice[:, k]
+        if not layers.any():
+            continue
         own, working = layers * mode.saved_bytes, np.where(layers > 0, mode.transient_bytes, 0.0)
         if mode.name == "full" and segment > 1:
             own, working = _recomputed_whole(mode, layers, layer.whole_bytes, segment, chunks)
         kept += own
         transient = np.maximum(transient, working)
-    time_s: Floats = choice.astype(np.float64) @ np.array([mode.time_s for mode in modes], dtype=np.float64)
-    wide = np.zeros((len(choice), len(layer.modes)), dtype=np.int64)
-    wide[:, [layer.modes.index(mode) for mode in modes]] = choice
-    return Mixes(time_s, kept, transient, wide)
+        time_s += layers * mode.time_s
+    return Mixes(time_s, kept, transient, choice)
 
 
 def leanest(layer: LayerClass, count: int, segment: int = 1, chunks: int = 1) -> tuple[Floats, Floats]:
@@ -170,7 +187,7 @@ def _with_full(
     return np.concatenate(columns, axis=1)
 
 
-def _useful(modes: Sequence[LayerMode]) -> list[LayerMode]:
+def useful_modes(modes: Sequence[LayerMode]) -> list[LayerMode]:
     """Modes that no other beats in time, bytes and working set: swapping it in is never worse."""
 
     def beats(a: LayerMode, b: LayerMode) -> bool:
@@ -190,7 +207,7 @@ def _hull(modes: Sequence[LayerMode]) -> list[LayerMode]:
 
 
 @lru_cache(maxsize=256)
-def _compositions(count: int, parts: int) -> Counts:
+def compositions(count: int, parts: int) -> Counts:
     """All ways to write `count` as an ordered sum of `parts` numbers; no row at all if there are too many."""
     if parts == 1:
         return np.array([[count]], dtype=np.int64)
@@ -204,7 +221,7 @@ def _compositions(count: int, parts: int) -> Counts:
         return np.stack([count - first, first], axis=1)
     blocks = []
     for last in range(count + 1):
-        rest = _compositions(count - last, parts - 1)
+        rest = compositions(count - last, parts - 1)
         blocks.append(np.concatenate([rest, np.full((len(rest), 1), last, dtype=np.int64)], axis=1))
     return np.concatenate(blocks)
 

@@ -22,7 +22,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Flight", "first_and_last_flights", "flights", "in_flight"]
+__all__ = ["Flight", "bounding_flights", "flights", "in_flight"]
 
 Floats = npt.NDArray[np.float64]
 
@@ -65,18 +65,23 @@ def _in_round(stages: int, micro_batches: int) -> int:
 
 
 @lru_cache(maxsize=1 << 14)
-def flights(schedule: str, stage: int, stages: int, micro_batches: int, chunks: int = 1) -> tuple[Flight, ...]:
-    """Those at which a stage may hold most, by number of chunks with gradients; the last has all of them."""
+def flights(
+    schedule: str, stage: int, stages: int, micro_batches: int, chunks: int = 1, most: int | None = None
+) -> tuple[Flight, ...]:
+    """Those at which a stage may hold most, by number of chunks with gradients; the last has all of them. Of more than
+    `most` about as many, spread evenly."""
     ahead = _warm_up(schedule, stage, stages, micro_batches, chunks)
     each, total = _in_round(stages, micro_batches), micro_batches * chunks
     starts = [0, *(j * each + 1 for j in range(chunks))]
     held = [max(0, min(total - k, ahead)) for k in starts]
+    chosen = [j for j in range(chunks) if held[j] > max(held[j + 1 :])]
+    if most is not None:
+        chosen = chosen[:: max(1, -(-len(chosen) // most))]
     found = []
-    for j, k in enumerate(starts):
-        if j == chunks or held[j] > max(held[j + 1 :]):
-            until = starts[j + 1] if j < chunks else min(total, k + each * chunks)
-            excess = _excess(range(k, until), ahead, each, total, chunks) if chunks > 1 else (0.0,)
-            found.append(Flight(held[j] / chunks, j / chunks, excess))
+    for j in (*chosen, chunks):
+        until = starts[j + 1] if j < chunks else min(total, starts[j] + each * chunks)
+        excess = _excess(range(starts[j], until), ahead, each, total, chunks) if chunks > 1 else (0.0,)
+        found.append(Flight(held[j] / chunks, j / chunks, excess))
     return tuple(found)
 
 
@@ -100,11 +105,13 @@ def _excess(backwards: range, ahead: int, each: int, total: int, chunks: int) ->
     return tuple(float(n) for n in np.maximum(0.0, (first - share).max(axis=0)))
 
 
-def first_and_last_flights(
+def bounding_flights(
     runs: Sequence[tuple[str, int]], stages: int, micro_batches: int
-) -> tuple[Floats, Floats]:  # fmt: skip
-    """Micro-batches in flight when no chunk has gradients and when all have, as `flights` says, of every stage under
-    several (schedule, chunks a rank): [run, stage]."""
+) -> list[tuple[Floats, Floats]]:  # fmt: skip
+    """(micro-batches in flight, share of the chunks with gradients), [run, stage], at moments that `flights` lists too,
+    under several (schedule, chunks a rank): without gradients, with all of them, and where the number in flight begins
+    to fall while gradients come. But for unequal chunks no other moment finds more: between these both change evenly.
+    """
     v = np.array([chunks for _, chunks in runs], dtype=np.float64)[:, None]
     each, total = _in_round(stages, micro_batches), micro_batches * v
     after = np.arange(stages, dtype=np.float64)[::-1]
@@ -112,4 +119,9 @@ def first_and_last_flights(
     for row, (schedule, chunks) in enumerate(runs):
         if chunks == 1 or stages == 1:
             ahead[row] = [_warm_up(schedule, s, stages, micro_batches, chunks) for s in range(stages)]
-    return ahead / v, np.maximum(0.0, np.minimum(total - (v - 1) * each - 1, ahead)) / v
+    full = np.clip((total - 1 - ahead) // each + 1, 0, v)  # the last number of chunks at which `ahead` are in flight
+    found = []
+    for j in (np.zeros(ahead.shape), full, np.minimum(full + 1, v), np.broadcast_to(v, ahead.shape)):
+        left = np.where(j > 0, np.maximum(0.0, total - (j - 1) * each - 1), total)
+        found.append((np.minimum(left, ahead) / v, j / v))
+    return found

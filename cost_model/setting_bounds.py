@@ -23,12 +23,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from autopar.cost_model.candidates import SettingGroup
-from autopar.cost_model.moments import first_and_last_flights
+from autopar.cost_model.moments import bounding_flights
 from autopar.cost_model.setting_price import SettingPrice
 from autopar.cost_model.stage_table import Floats, LayerClass, byte_prices, useful_bytes
 
@@ -82,6 +83,21 @@ def divided_s(numbers: Floats, alone: Floats, each: Floats) -> Floats:
         parts = np.maximum(found[:, None] - own, 0.0) / whole
         held = (parts / np.maximum(parts.sum(axis=1, keepdims=True), 1e-300))[:, :, None] * numbers
     return best * (1 - _SLACK)
+
+
+@dataclass(frozen=True)
+class _Moment:
+    """Micro-batches in flight, bytes beside layers and what they keep, at an end and in a layer [run, stage]; bytes a
+    layer of each class has anyway [.., class]."""
+
+    flight: Floats
+    at_end: Floats
+    in_layer: Floats
+    static: Floats
+
+    def room(self, limit: float, working: float) -> Floats:
+        """Bytes for layers and what they keep, if one of them has a working set as large."""
+        return limit - np.maximum(self.at_end, self.in_layer + working)
 
 
 class SettingBounds:
@@ -153,22 +169,33 @@ class SettingBounds:
         return [self.price.layer_class(i) for i in range(len(self.price.classes))]
 
     @cached_property
-    def _moments(self) -> list[tuple[Floats, Floats, Floats]]:
-        """(micro-batches in flight, bytes for layers and what they keep, bytes a layer of each class has anyway) while
-        there are no gradients and when there are all: of all moments of a stage, two that bound it. (Zero-bubble keeps
-        no memory of gradients between steps, as the others may: of it the second alone.)"""
-        price, layers = self.price, self._layers
-        least = min(mode.transient_bytes for layer in layers for mode in layer.modes)
-        limit = (price.cluster.device.memory_bytes - price.cluster.device.reserved_bytes) * (1 + _SLACK)
-        schedules, found = [schedule for schedule, _ in self.group.runs], []
-        first, last = first_and_last_flights(self.group.runs, price.pp, price.m)
-        for whole, flight in ((False, first), (True, last)):
-            if whole or not (self.splits.any() or np.array_equal(first, last)):
-                at_end, in_layer = price.bytes.least_beside(flight, self.chunks, schedules, last=whole)
-                room = limit - np.maximum(at_end, in_layer + least)
-                static = np.array([layer.static_bytes + whole * layer.gradient_bytes for layer in layers])
-                found.append((flight, room, static))
+    def _moments(self) -> list[_Moment]:
+        """Those of all moments of a stage that bound it. (Zero-bubble keeps no memory of gradients between steps, as
+        the price's schedule may: of it the last alone.)"""
+        price, schedules, found = self.price, [schedule for schedule, _ in self.group.runs], []
+        own, come = (
+            np.array(of, dtype=np.float64)
+            for of in zip(*((c.static_bytes, c.gradient_bytes) for c in self._layers), strict=True)
+        )
+        flights = bounding_flights(self.group.runs, price.pp, price.m)
+        last, late = flights[-1], self.splits[:, None]
+        for i, flight in enumerate(flights):
+            in_flight, share = (np.where(late, z, a) for a, z in zip(flight, last, strict=True))
+            if any(np.array_equal(in_flight, f) and np.array_equal(share, g) for f, g in flights[i + 1 :]):
+                continue
+            at_end, in_layer = price.bytes.least_beside(in_flight, share, self.chunks, schedules)
+            found.append(_Moment(in_flight, at_end, in_layer, own + share[:, :, None] * come))
         return found
+
+    @cached_property
+    def _limit(self) -> float:
+        device = self.price.cluster.device
+        return (device.memory_bytes - device.reserved_bytes) * (1 + _SLACK)
+
+    def _working(self) -> list[float]:
+        """What the largest working set of a stage's layers may be: the larger, the more modes, and the less room."""
+        found = sorted({mode.transient_bytes for layer in self._layers for mode in layer.modes})
+        return found if self.price.equal_layers else found[:1]
 
     @cached_property
     def _glue(self) -> Floats:
@@ -183,40 +210,68 @@ class SettingBounds:
 
     def most_layers(self, segment: int) -> Floats:
         """Equal layers that the memory of a stage can hold; no more than leave one for every other chunk."""
-        (layer,) = self._layers
-        least = min(kept for _, kept in useful_bytes(layer, segment))
+        found: Floats = self._most_layers(segment).max(axis=0)
+        return found
+
+    def _most_layers(self, segment: int) -> Floats:
+        """[working, run, stage]: if none of them works in more than that."""
+        (layer,), working = self._layers, self._working()
+        least = np.array([min(kept for _, kept in self._modes(layer, segment, w)) for w in working])[:, None, None]
         others = self.chunks * (self.price.pp - 1)
         found: Floats = np.tile((len(self.price.prices.traced.layers) - others)[:, None], self.price.pp)
-        for flight, room, static in self._moments:
-            each = np.maximum(static + flight * least, 1e-9)
-            found = np.minimum(found, np.floor((room - flight * self._glue) / each + _SLACK))
+        for moment in self._moments:
+            each = np.maximum(moment.static[..., 0] + moment.flight * least, 1e-9)
+            room = np.stack([moment.room(self._limit, w) for w in working]) - moment.flight * self._glue
+            found = np.minimum(found, np.floor(room / each + _SLACK))
         return found
+
+    def _modes(self, layer: LayerClass, segment: int, working: float) -> list[tuple[float, float]]:
+        """(seconds, bytes kept) of a layer in modes with no larger working set."""
+        found = zip(layer.modes, useful_bytes(layer, segment), strict=True)
+        return [figures for mode, figures in found if mode.transient_bytes <= working]
 
     def lines(self, segment: int) -> tuple[Floats, Floats]:
         """Seconds without layers [run, stage, r] and of a layer [.., class] at least, for every price r of a byte and
         moment; the last one is so high that what does not fit takes very long."""
-        prices, modes = byte_prices(self._layers, segment), [useful_bytes(c, segment) for c in self._layers]
+        return self._lines([useful_bytes(layer, segment) for layer in self._layers], self._working()[0])
+
+    def _lines(self, modes: list[list[tuple[float, float]]], working: float) -> tuple[Floats, Floats]:
+        """`lines` of layers in these modes, whose working set is no smaller."""
+        prices = byte_prices(modes)
 
         def least(rate: float) -> Floats:
             return np.array([min(t + rate * b for t, b in of_class) for of_class in modes])
 
-        alone, each = [self._ends_s], [np.broadcast_to(least(0.0), (*self._ends_s.shape, len(modes)))]
-        for flight, room, static in self._moments:
-            for rate in (*prices, *(1e3 * price for price in prices[-1:])) if flight.all() else ():
-                alone.append(self._ends_s - rate * (room / flight - self._glue))
-                each.append(least(rate) + rate * static / flight[:, :, None])
+        free_s = least(0.0)
+        alone, each = [self._ends_s], [np.broadcast_to(free_s, (*self._ends_s.shape, len(modes)))]
+        for moment in self._moments:
+            flies = moment.flight > 0
+            divisor = np.where(flies, moment.flight, 1.0)
+            room = moment.room(self._limit, working) / divisor - self._glue * flies
+            for rate in (*prices, *(1e3 * price for price in prices[-1:])):
+                alone.append(self._ends_s - rate * room)
+                layer_s = np.where(flies[:, :, None], least(rate), free_s)
+                each.append(layer_s + rate * moment.static / divisor[:, :, None])
         return np.stack(alone, axis=2), np.stack(each, axis=2)
 
     def held_within(self, segment: int) -> tuple[Held, Floats]:
         """Equal layers that each stage can hold within given seconds at most; and the seconds that as many as its
         memory can hold take at least."""
-        most, (alone, each) = self.most_layers(segment), self.lines(segment)
-        each = each[..., 0]
+        (layer,), most = self._layers, self._most_layers(segment)
+        found = [self._lines([self._modes(layer, segment, working)], working) for working in self._working()]
+        lines = max(alone.shape[2] for alone, _ in found)
+        alone, each = (np.stack([_padded(of, lines) for of in arrays]) for arrays in zip(*found, strict=True))
+        each, slack = each[..., 0], 1 + _SLACK
 
         def held(bound_s: Floats) -> Floats:
-            by_line = np.floor((bound_s[:, None, None] - alone) / each * (1 + _SLACK) + _SLACK)
-            fewest: Floats = np.minimum(most, by_line.min(axis=2))
+            by_line = (bound_s[:, None, None] - alone) / each
+            fewest: Floats = np.minimum(most, np.floor(by_line.min(axis=3) * slack + _SLACK)).max(axis=0)
             return fewest
 
-        full_s: Floats = (alone + most[:, :, None] * each).max(axis=2)
-        return held, full_s
+        full_s = np.where(most == most.max(axis=0), (alone + most[..., None] * each).max(axis=3), np.inf)
+        return held, full_s.min(axis=0)
+
+
+def _padded(lines: Floats, number: int) -> Floats:
+    """[run, stage, r, ..] with the last line repeated."""
+    return np.concatenate([lines, *[lines[:, :, -1:]] * (number - lines.shape[2])], axis=2)

@@ -10,8 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-import numpy as np
-
 from autopar.cost_model import memory
 from autopar.cost_model.block_prices import BlockPrices
 from autopar.cost_model.candidates import Setting
@@ -45,6 +43,10 @@ TIME_PARTS = (
 )  # fmt: skip
 
 EXCHANGES = {"ring": "ring", "all-gather": "all_gather", "all-to-all": "all_to_all"}
+
+
+_FEW = 6
+"""Moments, by chunks with gradients, that bounds look at."""
 
 
 class SettingPrice:
@@ -196,10 +198,9 @@ class SettingPrice:
 
     def stage_bytes(self, stage: int, price: StagePrice, problem: PipelineProblem) -> dict[str, int]:
         """By category, at the moment at which the stage holds most."""
-        kept, working = np.array(price.kept_bytes), np.array(price.working_bytes)
 
         def held(moment: Moment) -> float:
-            return float(bytes_at(problem, stage, price.counts, moment, kept, working))
+            return bytes_at(problem, stage, price.counts, moment, price.kept_bytes, price.working_bytes)
 
         peak = max(problem.stages[stage].moments, key=held)
         parts = dict.fromkeys(memory.CATEGORIES, 0.0)
@@ -227,19 +228,34 @@ class SettingPrice:
         chunks = self.pp * self.setting.virtual_stages
         return max(1, len(self.prices.traced.layers) - chunks + 1)
 
-    def problem(self, segment: int = 1) -> PipelineProblem:
+    def problem(self, segment: int = 1, most_moments: int | None = None) -> PipelineProblem:
+        """`most_moments`: see `StageMemory.moments`."""
         index = {c: i for i, c in enumerate(self.prices.classes)}
         device = self.cluster.device
         return PipelineProblem(
             layers=tuple(index[s.class_id] for s in self.prices.traced.layers),
             classes=tuple(self.layer_class(i, segment) for i in range(len(self.classes))),
-            stages=tuple(self.stage_cost(s, segment) for s in range(self.pp)),
+            stages=tuple(self.stage_cost(s, segment, most_moments) for s in range(self.pp)),
             micro_batches=self.m,
             memory_bytes=device.memory_bytes - device.reserved_bytes,
             tail_s=self._tail_s,
             virtual_stages=self.setting.virtual_stages,
             segment=segment,
         )
+
+    def least_problem(self, segment: int, longest: int) -> PipelineProblem:
+        """One that takes no longer than any with segments between the two: a layer that is recomputed keeps its share
+        of the longest, takes and works in what it does in the shortest; the tail is the least there is."""
+
+        def shared(mode: LayerMode) -> LayerMode:
+            saved = mode.saved_bytes / (longest if mode.name == "full" else 1)
+            return replace(mode, saved_bytes=saved)
+
+        found = self.problem(segment, _FEW)
+        classes = tuple(replace(c, modes=tuple(map(shared, c.modes))) for c in found.classes)
+        units = [(n, layer.unit) for n, layer in zip(self.prices.repeats.values(), self.classes, strict=True)]
+        tail_s = self.least_tail_s(units)
+        return replace(found, classes=classes, segment=1, tail_s=lambda stage, counts: tail_s)
 
     def layer_class(self, index: int, segment: int = 1) -> LayerClass:
         layer = self.classes[index]
@@ -250,12 +266,12 @@ class SettingPrice:
         return LayerClass(modes, self.bytes.layer_static_bytes(index), 2 * self.step.weights_s(layer.unit),
                           self.bytes.whole_bytes(index), self.bytes.gradient_bytes(layer.unit))  # fmt: skip
 
-    def stage_cost(self, stage: int, segment: int = 1) -> StageCost:
+    def stage_cost(self, stage: int, segment: int = 1, most_moments: int | None = None) -> StageCost:
         return StageCost(
             time_s=self.ends_s(stage) + self.send_s,
             static_bytes=self.bytes.static_bytes(stage),
             saved_bytes=self.bytes.glue_bytes if stage == 0 else 0.0,
-            moments=self.bytes.moments(stage, segment),
+            moments=self.bytes.moments(stage, segment, most_moments),
             put_off_s=2 * sum(self.step.weights_s(unit) for unit in self.end_units(stage)),
         )
 

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from autopar.cost_model.stage_table import Floats, Ints, StageTable
 
-__all__ = ["Cut", "best_cut", "least_sum_through", "step_seconds"]
+__all__ = ["Cut", "best_cut", "least_cut_s", "least_sum_through", "step_seconds"]
 
 Cut = list[tuple[int, int]]
 """Layers [i, j) of each stage."""
@@ -41,6 +41,11 @@ def best_cut(table: StageTable, cutoff_s: float = np.inf) -> tuple[float, Cut | 
             return bound_s, cut
         for number in guessed:
             table.settle(number)
+
+
+def least_cut_s(table: StageTable, cutoff_s: float = np.inf) -> float:
+    """Seconds that no cut takes less than, by the lower bounds of the table alone; only a bound past the cutoff."""
+    return _sweep(table, cutoff_s)[0]
 
 
 def _sweep(table: StageTable, cutoff_s: float) -> tuple[float, Cut | None]:

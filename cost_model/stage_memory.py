@@ -146,11 +146,12 @@ class StageMemory:
 
     # --- moments ------------------------------------------------------------------------------------------------------
 
-    def moments(self, stage: int, segment: int = 1) -> tuple[Moment, ...]:
-        """Those at which a stage may hold most; see the head of this module. So many layers are recomputed together."""
+    def moments(self, stage: int, segment: int = 1, most: int | None = None) -> tuple[Moment, ...]:
+        """Those at which a stage may hold most; see the head of this module. So many layers are recomputed together.
+        With about `most` numbers of chunks that have gradients only: what they hold is a lower bound."""
         found: list[Moment] = []
         buffers = self._buffers(stage, segment)
-        for flight in flights(self.setting.schedule, stage, self.pp, self.m, self.v):
+        for flight in flights(self.setting.schedule, stage, self.pp, self.m, self.v, most):
             if flight.in_flight and (stage == 0 or stage == self.pp - 1):
                 found.append(self._at_end(stage, flight, buffers))
             found.append(self._in_layer(stage, flight, buffers))
@@ -248,10 +249,11 @@ class StageMemory:
     # --- bounds -------------------------------------------------------------------------------------------------------
 
     def least_beside(
-        self, flight: Floats, chunks: Floats, schedules: Sequence[str], *, last: bool
+        self, flight: Floats, share: Floats, chunks: Floats, schedules: Sequence[str]
     ) -> tuple[Floats, Floats]:
-        """[run, stage]: bytes that a stage holds beside its layers and what they keep, at an end and in a layer: when
-        no chunk has gradients, or at last when all have. Under settings that differ in schedule, chunks and flight."""
+        """[run, stage]: bytes that a stage holds beside its layers and what they keep, at an end (if it has one) and in
+        a layer, with so many micro-batches in flight and that share of gradients. Under settings that differ in
+        schedule, chunks and flight."""
         turns_late = np.array([schedule in ("gpipe", "zero-bubble") for schedule in schedules])
         held = np.where(turns_late, flight[:, -1], np.minimum(1.0, flight[:, -1] * chunks))
         common = np.tile([self.static_bytes(s) for s in range(self.pp)], (len(flight), 1))
@@ -260,13 +262,16 @@ class StageMemory:
             outputs[:, -1] -= 1 + held
             common += outputs * self.blocks.border_bytes
         common[:, -1] += np.maximum(0.0, held - 1) * self.blocks.epilogue.work.saved_bytes
-        there = Flight(float(flight.max()), float(last))
+        flies, begun = flight > 0, share > 0
         at_end, in_layer = common.copy(), common
         for s in range(self.pp):
-            buffers, gradients = self._buffers(s), sum(self._end_changes(s, there).values())
-            loss = self._loss_bytes() if s == self.pp - 1 else 0.0
-            at_end[:, s] += loss + (buffers.end + gradients if last else buffers.first_end)
-            in_layer[:, s] += (
-                (buffers.layer if last and self.m > 1 else buffers.first_layer) + gradients + buffers.waiting
-            )
-        return (at_end if flight.max() else in_layer), in_layer
+            buffers, last = self._buffers(s), s == self.pp - 1
+            early, late = (sum(self._end_changes(s, Flight(1, there)).values()) for there in (0.0, 1.0))
+            changes = np.where((share[:, s] == 1) & flies[:, s], late, early)
+            layer = np.where(begun[:, s] & flies[:, s], buffers.layer, buffers.first_layer)
+            in_layer[:, s] += layer + changes + buffers.waiting
+            loss = self._loss_bytes() if last else 0.0
+            at_end[:, s] += loss + np.where(begun[:, s], buffers.end + changes, buffers.first_end)
+            if not last and s > 0:
+                at_end[:, s] = in_layer[:, s]
+        return np.where(flies, at_end, in_layer), in_layer

@@ -7,15 +7,17 @@ mode, and are worked out where a cut uses them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, reduce
 
 import numpy as np
 import numpy.typing as npt
 
+from autopar.cost_model.held_lines import Line, outermost, peak_bytes, room_bytes
 from autopar.cost_model.mode_mixes import LayerClass, LayerMode, Mixes, class_mixes, leanest, merged, prefix_mixes
 from autopar.cost_model.stage_runs import stage_runs
+from autopar.cost_model.tight_mixes import tight_mixes
 
 __all__ = [
     "LayerClass",
@@ -108,15 +110,16 @@ def useful_bytes(layer: LayerClass, segment: int) -> list[tuple[float, float]]:
     return [(m.time_s, m.saved_bytes / (segment if m.name == "full" else 1)) for m in layer.modes]
 
 
-def byte_prices(classes: Sequence[LayerClass], segment: int) -> list[float]:
-    """Seconds a byte at which the bound of a stage bends: slopes of the lower hull of time over bytes of each class.
+def byte_prices(classes: Sequence[Sequence[tuple[float, float]]]) -> list[float]:
+    """Seconds a byte at which the bound of a stage bends: slopes of the lower hull of time over bytes of each class, of
+    which the (seconds, bytes) of every mode are given.
 
     The least time of a stage that may keep X bytes a micro-batch is at least  sum_c n_c min_mode (t + r b) - r X  for
     every price r of a byte (its Lagrangian); the largest of these bounds is at one of the slopes.
     """
     prices = set()
-    for layer in classes:
-        points = sorted(useful_bytes(layer, segment))
+    for modes in classes:
+        points = sorted(modes)
         time_s, kept = points[0]
         while leaner := [((t - time_s) / (kept - b), t, b) for t, b in points if b < kept]:
             price, time_s, kept = min(leaner, key=lambda step: (step[0], step[2]))
@@ -142,39 +145,39 @@ def stage_mixes(problem: PipelineProblem, counts: tuple[int, ...], held: tuple[i
     return reduce(merged, parts)
 
 
-def mix_memory(problem: PipelineProblem, stage: int, counts: tuple[int, ...], mixes: Mixes) -> Floats:
-    """Peak bytes of a stage under each mix."""
-    return _peak(problem, stage, counts, mixes.kept_bytes, mixes.transient_bytes)
-
-
-def _peak(problem: PipelineProblem, stage: int, counts: tuple[int, ...], kept: Floats, working: Floats) -> Floats:
-    held = [bytes_at(problem, stage, counts, moment, kept, working) for moment in problem.stages[stage].moments]
-    total: Floats = reduce(np.maximum, held)
-    return total
-
-
-def bytes_at(
-    problem: PipelineProblem, stage: int, counts: tuple[int, ...], moment: Moment, kept: Floats, working: Floats
-) -> Floats:
-    """What a stage holds at a moment: static bytes, kept activations of the micro-batches in flight, gradients, the
-    rest."""
+def _line(
+    problem: PipelineProblem, stage: int, counts: tuple[int, ...], moment: Moment
+) -> tuple[float, float, bool]:  # fmt: skip
+    """What a stage holds at a moment: static bytes, gradients and the rest; so many times what its layers keep a
+    micro-batch; whether their working set comes on top."""
     own, layers = problem.stages[stage], list(zip(counts, problem.classes, strict=True))
     there = own.static_bytes + sum(n * (c.static_bytes + moment.gradients * c.gradient_bytes) for n, c in layers)
     there += moment.in_flight * own.saved_bytes + moment.beside_bytes
-    total: Floats = there + moment.kept_flight(sum(counts)) * kept + (working if moment.in_layer else 0.0)
-    return total
+    return there, moment.kept_flight(sum(counts)), moment.in_layer
+
+
+def bytes_at(
+    problem: PipelineProblem, stage: int, counts: tuple[int, ...], moment: Moment, kept: float, working: float
+) -> float:
+    """Bytes of a stage at a moment, if its layers keep and work in so many."""
+    there, flight, in_layer = _line(problem, stage, counts, moment)
+    return there + flight * kept + (working if in_layer else 0.0)
 
 
 def price_stage(
-    problem: PipelineProblem, stage: int, counts: tuple[int, ...], mixes: Mixes | None = None
-) -> StagePrice | None:
-    """Least-time price of a stage with `counts` layers of each class; None if it does not fit in memory."""
+    problem: PipelineProblem, stage: int, counts: tuple[int, ...], mixes: Mixes | None = None,
+    lines: Sequence[Line] | None = None,
+) -> StagePrice | None:  # fmt: skip
+    """Least-time price of a stage with `counts` layers of each class; None if it does not fit in memory. `mixes` and
+    `lines` are theirs, if known."""
     mixes = stage_mixes(problem, counts) if mixes is None else mixes
-    memory = mix_memory(problem, stage, counts, mixes)
+    lines = [_line(problem, stage, counts, m) for m in problem.stages[stage].moments] if lines is None else lines
+    memory = peak_bytes(lines, mixes.kept_bytes, mixes.transient_bytes)
     fits = memory <= problem.memory_bytes
     if not fits.any():
         return None
-    row = int(np.lexsort((memory, np.where(fits, mixes.time_s, np.inf)))[0])
+    fastest = np.flatnonzero(fits & (mixes.time_s == mixes.time_s.min(where=fits, initial=np.inf)))
+    row = int(fastest[memory[fastest].argmin()])
     own = problem.stages[stage]
     time_s = own.time_s + float(mixes.time_s[row])
     put_off_s = own.put_off_s + sum(n * c.put_off_s for n, c in zip(counts, problem.classes, strict=True))
@@ -184,6 +187,10 @@ def price_stage(
         first += len(c.modes)
     return StagePrice(time_s, time_s - put_off_s, put_off_s + problem.tail_s(stage, counts), float(memory[row]), counts,
                       tuple(split), float(mixes.kept_bytes[row]), float(mixes.transient_bytes[row]))  # fmt: skip
+
+
+_MANY = 13
+"""Layers of a stage from which on not all mixes are listed."""
 
 
 class StageTable:
@@ -197,6 +204,8 @@ class StageTable:
         self.counts = self.runs.counts
         self._mixes: dict[int, Mixes] = {}
         self._prices: dict[tuple[int, int], StagePrice | None] = {}
+        self._lines: dict[tuple[int, int], list[Line]] = {}
+        self._tight: dict[tuple[int, tuple[Line, ...]], Mixes] = {}
         self._fill(np.array(self.counts, dtype=np.float64).reshape(len(self.counts), len(problem.classes)))
 
     def _fill(self, counts: Floats) -> None:
@@ -223,15 +232,15 @@ class StageTable:
             counts @ each(lambda c: fast[c].saved_bytes),
             largest(lambda c: fast[c].transient_bytes),
         )
-        fits, left = np.ones(self.times.shape, dtype=np.bool_), np.full(self.times.shape, np.inf)
-        hopeless, limit = ~fits, problem.memory_bytes
-        for there, flight, kept_flight, in_layer in self._moments(counts):
-            room = limit - there - np.where(in_layer, least, 0.0)
-            hopeless |= room - flight * kept < -1e-6 * limit
-            left = np.minimum(left, room / np.maximum(flight, 1e-12))
-            fits &= there + kept_flight * fast_kept + np.where(in_layer, fast_working, 0.0) <= limit
+        limit = problem.memory_bytes
+        there, flight, in_layer = self._held = self._moments(counts)
+        room = limit - there - np.where(in_layer, least, 0.0)
+        hopeless: npt.NDArray[np.bool_] = np.any(room - flight * kept < -1e-6 * limit, axis=0)
+        left = (room / np.maximum(flight, 1e-12)).min(axis=0)
+        needed = there + flight * fast_kept + np.where(in_layer, fast_working, 0.0)
+        fits: npt.NDArray[np.bool_] = np.all(needed <= limit, axis=0)
         missing_s = np.zeros(self.times.shape)
-        for rate in byte_prices(problem.classes, problem.segment):
+        for rate in byte_prices([useful_bytes(c, problem.segment) for c in problem.classes]):
             freed_s = counts @ np.array([_freed_s(c, problem.segment, rate) for c in problem.classes], dtype=np.float64)
             missing_s = np.maximum(missing_s, freed_s - rate * left)
         self.times += missing_s * (1 - 1e-9)
@@ -240,22 +249,23 @@ class StageTable:
         self.exact, self.memory_binds = hopeless | (fits & plain), not (fits.all() and plain)
         self.tails = np.full(self.times.shape, np.nan)
 
-    def _moments(self, counts: Floats) -> Iterator[tuple[Floats, Floats, Floats, Floats]]:
-        """Of each moment, by [stage, id] (or [stage, 1]): bytes beside what layers keep and work in, micro-batches in
-        flight, the same as `Moment.kept_flight`, whether a layer runs. Stages with fewer moments repeat their last."""
+    def _moments(self, counts: Floats) -> tuple[Floats, Floats, Floats]:
+        """[moment, stage, id] (or 1 for a stage, an id): bytes beside what layers keep and work in; `kept_flight`;
+        whether a layer runs. Stages with fewer moments repeat their last."""
         stages, classes = self.problem.stages, self.problem.classes
         static = counts @ np.array([c.static_bytes for c in classes], dtype=np.float64)
         gradients = counts @ np.array([c.gradient_bytes for c in classes], dtype=np.float64)
-        layers = [int(n) for n in counts.sum(axis=1)]
-        for k in range(max(len(s.moments) for s in stages)):
-            here = [s.moments[min(k, len(s.moments) - 1)] for s in stages]
-            own = [(s.static_bytes + m.in_flight * s.saved_bytes + m.beside_bytes, m.gradients, m.in_flight, m.in_layer)
-                   for s, m in zip(stages, here, strict=True)]  # fmt: skip
-            alone, share, flight, in_layer = (column[:, None] for column in np.array(own, dtype=np.float64).T)
-            kept_flight = flight
-            if any(len(m.excess) > 1 for m in here):
-                kept_flight = np.array([[m.kept_flight(n) for n in layers] for m in here], dtype=np.float64)
-            yield static + share * gradients + alone, flight, kept_flight, in_layer
+        most, own = max(len(s.moments) for s in stages), []
+        for s in stages:
+            here = [(s.static_bytes + m.in_flight * s.saved_bytes + m.beside_bytes, m.gradients, m.in_flight,
+                     m.in_layer, *m.excess) for m in s.moments]  # fmt: skip
+            own.append(here + here[-1:] * (most - len(here)))
+        columns = np.array(own, dtype=np.float64).transpose(2, 1, 0)[..., None]
+        (alone, share, flight, in_layer), excess = columns[:4], columns[4:, :, :, 0]
+        if len(excess) > 1:
+            layers = counts.sum(axis=1).astype(np.int64)
+            flight = flight + np.moveaxis(excess[layers % len(excess)], 0, 2) / np.maximum(layers, 1)
+        return static + share * gradients + alone, flight, in_layer
 
     def tails_where(self, wanted: npt.NDArray[np.bool_]) -> Floats:
         """[stage, id]: seconds after the last backward, put-off weight gradients included; inf where not wanted."""
@@ -281,22 +291,45 @@ class StageTable:
             longer = np.maximum.accumulate(self.times[:, number:], axis=1)
             self.times[:, number:] = np.where(self.exact[:, number:], self.times[:, number:], longer)
 
+    def lines(self, stage: int, number: int) -> list[Line]:
+        """What a stage with these layers holds at those of its moments that count."""
+        key = (stage, number)
+        if key not in self._lines:
+            there, flight, in_layer = (of[:, stage, min(number, of.shape[2] - 1)].tolist() for of in self._held)
+            self._lines[key] = outermost(list(zip(there, flight, map(bool, in_layer), strict=True)))
+        return self._lines[key]
+
+    def _worth(self, stage: int, number: int) -> Mixes:
+        """Mixes of which one is the fastest that fits; of few layers all."""
+        problem, count = self.problem, sum(self.counts[number])
+        if not problem.is_uniform or count < _MANY:
+            return self.mixes(number)
+        lines = self.lines(stage, number)
+        key = (number, tuple(lines))
+        if key not in self._tight:
+            found = tight_mixes(problem.classes[problem.layers[0]], count, problem.segment, problem.virtual_stages,
+                                lambda working: room_bytes(lines, problem.memory_bytes, working))  # fmt: skip
+            self._tight[key] = self.mixes(number) if found is None else found
+        return self._tight[key]
+
     def _layers_s(self, stage: int, number: int) -> float:
         """Least time of a stage's layers; inf if no mix fits. The leanest is asked first, for mixes are many."""
         problem, counts = self.problem, self.counts[number]
         if problem.is_uniform and problem.layers:
             layer = problem.classes[problem.layers[0]]
             kept, working = leanest(layer, sum(counts), problem.segment, problem.virtual_stages)
-            if not (_peak(problem, stage, counts, kept, working) <= problem.memory_bytes).any():
+            if not (peak_bytes(self.lines(stage, number), kept, working) <= problem.memory_bytes).any():
                 return np.inf
-        mixes = self.mixes(number)
-        fits = mix_memory(problem, stage, counts, mixes) <= problem.memory_bytes
+        mixes = self._worth(stage, number)
+        fits = peak_bytes(self.lines(stage, number), mixes.kept_bytes, mixes.transient_bytes) <= problem.memory_bytes
         return float(mixes.time_s.min(where=fits, initial=np.inf))
 
     def price(self, stage: int, number: int) -> StagePrice | None:
         key = (stage, number)
         if key not in self._prices:
-            self._prices[key] = price_stage(self.problem, stage, self.counts[number], self.mixes(number))
+            self._prices[key] = price_stage(
+                self.problem, stage, self.counts[number], self.mixes(number), self.lines(*key)
+            )
         return self._prices[key]
 
     def number(self, i: int, j: int) -> int:
@@ -312,12 +345,15 @@ class StageTable:
             return self.runs.numbers([j - i for i, j in cut])
         return [self.number(i, j) for i, j in cut]
 
+    def _least_bytes(self, stage: int, number: int) -> float:
+        mixes = self.mixes(number)
+        return float(peak_bytes(self.lines(stage, number), mixes.kept_bytes, mixes.transient_bytes).min(initial=np.inf))
+
     def memory_needed(self) -> tuple[float, int]:
         """Smallest device memory in bytes any cut fits in, and the stage that binds; see `InfeasiblePlanError`."""
         stages, total = len(self.problem.stages), len(self.problem.layers)
         need = np.array(
-            [[float(mix_memory(self.problem, s, held, self.mixes(k)).min(initial=np.inf))
-              for k, held in enumerate(self.counts)] for s in range(stages)]
+            [[self._least_bytes(s, k) for k in range(len(self.counts))] for s in range(stages)]
         )  # fmt: skip
         if self.runs.cuts is not None:
             of_cuts = need[np.arange(stages), self.runs.cuts]

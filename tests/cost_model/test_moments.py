@@ -6,7 +6,7 @@ from collections import defaultdict
 
 import pytest
 
-from autopar.cost_model.moments import first_and_last_flights, flights
+from autopar.cost_model.moments import bounding_flights, flights
 from autopar.cost_model.schedule_orders import (
     BACKWARD,
     BACKWARD_INPUT,
@@ -46,9 +46,10 @@ def test_flights_are_those_of_the_orders(schedule: str, chunks: int, ranks: int,
         held = _held(order, ranks, chunks)
         most = {j: max(map(sum, rows)) for j, rows in held.items()}
         found = flights(schedule, rank, ranks, micro_batches, chunks)
-        first, last = first_and_last_flights([(schedule, chunks)], ranks, micro_batches)
-        assert first[0, rank] * chunks == pytest.approx(most[0])
-        assert last[0, rank] * chunks == pytest.approx(most[chunks])
+        bounding = [(f[0, rank], g[0, rank]) for f, g in bounding_flights([(schedule, chunks)], ranks, micro_batches)]
+        assert [bounding[0][1], bounding[-1][1]] == [0, 1]
+        for in_flight, share in bounding:
+            assert in_flight * chunks == pytest.approx(most[round(share * chunks)])
         for flight in found:
             j = round(flight.gradients * chunks)
             assert flight.in_flight * chunks == pytest.approx(most[j])
