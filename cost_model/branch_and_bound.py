@@ -186,7 +186,7 @@ class BranchAndBound:
         if group in waiting.sharp:
             alone_s = waiting.sharpen(group, lambda setting: self._evaluator.least_s(setting, cutoff_s))
             if alone_s is not None:
-                self.counts.too_big += alone_s == np.inf
+                self.counts.too_big += int(alone_s == np.inf)
                 self._wait(waiting)
                 return None
             setting = waiting.pop(group)

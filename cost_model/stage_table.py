@@ -328,7 +328,7 @@ class StageTable:
         key = (stage, number)
         if key not in self._prices:
             self._prices[key] = price_stage(
-                self.problem, stage, self.counts[number], self.mixes(number), self.lines(*key)
+                self.problem, stage, self.counts[number], self._worth(*key), self.lines(*key)
             )
         return self._prices[key]
 

@@ -17,6 +17,7 @@ from autopar.cost_model.stage_table import (
     StageCost,
     StagePrice,
     StageTable,
+    price_stage,
 )
 
 
@@ -210,6 +211,30 @@ def test_ranks_between_the_ends_hold_as_many_layers_or_the_earlier_ones_one_more
         assert between == sorted(between, reverse=True)
         uneven += between[0] > between[-1]
     assert uneven > 5
+
+
+def test_of_many_layers_the_mixes_that_fill_memory_are_enough() -> None:
+    """A table lists these only, and moments on the hull only; `price_stage` lists all."""
+    mixed = 0
+    for seed in range(30):
+        rng, drawn = random.Random(seed), random_problem(seed)
+        layers = rng.randint(15, 20)
+        fast = LayerMode("none", 1.0, rng.uniform(1, 2), rng.choice([0.5, 12.0]))
+        some = [LayerMode(name, rng.uniform(1, 1.2), rng.uniform(0.2, 1), rng.uniform(0, 2))
+                for name in rng.choice([("selective", "selective-ops"), ("selective-ops",), ()])]  # fmt: skip
+        layer = LayerClass((fast, *some, LayerMode("full", 1.3, 0.05, rng.uniform(1, 20))), 0.5, 0.0, 1.5, 0.2)
+        problem = replace(drawn, layers=(0,) * layers, classes=(layer,), memory_bytes=rng.uniform(20, 90),
+                          tail_s=lambda stage, counts: 0.0)  # fmt: skip
+        table = StageTable(problem)
+        for stage in range(len(problem.stages)):
+            for number, counts in enumerate(table.counts):
+                here, there = table.price(stage, number), price_stage(problem, stage, counts)
+                assert (here is None) == (there is None), seed
+                if here is not None and there is not None:
+                    assert here.time_s == pytest.approx(there.time_s, rel=1e-12), seed
+                    assert here.memory_bytes == pytest.approx(there.memory_bytes, rel=1e-12), seed
+                    mixed += sum(counts) >= 13 and sum(n > 0 for n in here.modes[0]) > 1
+    assert mixed > 30
 
 
 def test_memory_needed_is_the_border_of_feasibility() -> None:

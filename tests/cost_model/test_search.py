@@ -71,6 +71,7 @@ def test_pruning_never_loses_the_optimum(gpt: TracedModel, name: str, kind: str 
                 found = exhaustive.evaluator.evaluate(group.setting(i)).step_s * (1 + 1e-9)
                 assert max(analytic, rough, blocks) * (1 - 1e-9) <= quick[i] <= found
                 assert quick[i] * (1 - 1e-9) <= sharp[i] <= found
+                assert exhaustive.evaluator.least_s(group.setting(i)) <= found
                 expected = min(expected, found / (1 + 1e-9))
     result = search(model, cluster, TRAIN)
     assert result.plan.prediction["step_time_s"] == pytest.approx(expected, rel=1e-9)

@@ -31,6 +31,11 @@ def traced() -> list[TracedModel]:
     return [*found, *(of_kinds(found[2], name) for name in KINDS)]
 
 
+@pytest.fixture(scope="module")
+def many_layers() -> TracedModel:
+    return of_sizes(10)[0]
+
+
 def random_run(rng: random.Random, traced: list[TracedModel]) -> Run:
     """Up to 6 devices and 6 layers; rates, links and memory drawn over decades."""
     model, devices = rng.choice(traced), rng.choice([1, 2, 3, 4, 6])
@@ -204,6 +209,45 @@ def test_random_instances_against_brute_force(traced: list[TracedModel], first: 
     assert recomputed >= 1
     assert {("dp", True), ("pp", True), ("zero", 0), ("classes", 2), ("classes", 3)} <= kinds
     assert ("chunks of classes", True) in kinds
+
+
+@pytest.mark.parametrize(("memory_bytes", "segment"), [(1_320_000, 4), (1_380_000, 2)])
+def test_memory_that_only_segments_leave_room_in(traced: list[TracedModel], memory_bytes: int, segment: int) -> None:
+    """Where all of 64 micro-batches are in flight, inputs of single layers are too much."""
+    local = preset("local", 2)
+    cluster = replace(local, device=replace(local.device, memory_bytes=memory_bytes, reserved_bytes=0))
+    train = TrainSpec(global_batch=64, seq_len=16, precision="fp32")
+    run = Run(traced[2], cluster, train, Pins.parse("pp=2 schedule=gpipe microbatch=1".split()))
+    found = BranchAndBound(run.evaluator, run.bounds, run.groups).run()
+    assert found is not None
+    assert found.step_s == pytest.approx(brute_force(run), rel=1e-9)
+    assert found.pipeline is not None
+    assert found.pipeline.segment == segment
+    assert run.evaluator.least_s(found.setting) <= found.step_s
+
+
+def test_no_bound_is_above_a_solved_setting(many_layers: TracedModel) -> None:
+    """Of more layers than are solved by brute force, so that ranks have several chunks, equal and unequal ones; where
+    memory is short, as far as bounds can tell what does not fit or takes longer."""
+    told = {"too big": 0, "in whole layers": 0, "sharper": 0, "chunks": 0}
+    for seed in range(40):
+        rng = random.Random(seed)
+        cluster = random_cluster(rng, rng.choice([2, 4]))
+        device = replace(cluster.device, memory_bytes=int(10 ** rng.uniform(5.6, 6.2)))
+        pins = Pins(tp=1, cp=1, zero=rng.choice([0, 1, 2, 3]))
+        train = TrainSpec(global_batch=8, seq_len=16, precision=rng.choice(["fp32", "bf16-mixed"]))
+        run = Run(many_layers, replace(cluster, device=device), train, pins)
+        for group in (group for p in run.partitions for group in run.groups(p)):
+            quick, sharp = run.evaluator.bounds_s(group), run.evaluator.bounds_s(group, sharp=True)
+            for i in range(len(group.runs)):
+                setting = group.setting(i)
+                exact_s, least_s = run.evaluator.evaluate(setting).step_s, run.evaluator.least_s(setting)
+                assert max(quick[i], sharp[i], least_s) <= exact_s * (1 + 1e-9), (seed, setting)
+                told["too big"] += exact_s == math.inf and sharp[i] == math.inf
+                told["in whole layers"] += sharp[i] * (1 + 1e-6) < least_s
+                told["sharper"] += quick[i] * (1 + 1e-6) < sharp[i] < math.inf
+                told["chunks"] += setting.virtual_stages > 1 and exact_s < math.inf
+    assert min(told.values()) >= 20, told
 
 
 def test_the_plan_is_priced_as_a_run_that_is_given(traced: list[TracedModel]) -> None:
