@@ -32,7 +32,7 @@ ALTERNATIVES = 5
 _ALTERNATIVE_LOOKS = 60
 """Settings solved for the alternatives, at most: the report needs near ones, not proofs."""
 
-_NEAR = 0.995
+_NEAR = 0.99
 """The setting of an alternative is as fast as the best of its layout but for this: of many chunks a rank most are."""
 
 _SAME = 1 + 1e-9

@@ -62,7 +62,7 @@ def _worth_a_look(settings: Sequence[Setting], smallest: bool) -> list[Setting]:
 
 def _drains(setting: Setting) -> bool:
     """Whether the first backwards leave less in flight than they found, on some stage."""
-    runs, pp = [(setting.schedule, setting.virtual_stages)], setting.degrees.pp
+    runs, pp = ((setting.schedule, setting.virtual_stages),), setting.degrees.pp
     (first, _), *_, (last, _) = bounding_flights(runs, pp, setting.micro_batches)
     return bool((last < first).any())
 

@@ -15,7 +15,6 @@ change along with what is done of it, so one of its ends holds most.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -105,8 +104,9 @@ def _excess(backwards: range, ahead: int, each: int, total: int, chunks: int) ->
     return tuple(float(n) for n in np.maximum(0.0, (first - share).max(axis=0)))
 
 
+@lru_cache(maxsize=1 << 10)
 def bounding_flights(
-    runs: Sequence[tuple[str, int]], stages: int, micro_batches: int
+    runs: tuple[tuple[str, int], ...], stages: int, micro_batches: int
 ) -> list[tuple[Floats, Floats]]:  # fmt: skip
     """(micro-batches in flight, share of the chunks with gradients), [run, stage], at moments that `flights` lists too,
     under several (schedule, chunks a rank): without gradients, with all of them, and where the number in flight begins

@@ -7,7 +7,7 @@ Sharp: on stage s, layers n_c of class c in any modes take at least
 
     alone_sr + sum_c each_src n_c    with  alone = e_s - r (R_s / f_s - g_s)  and  each = c_cr + r d_c / f_s
 
-seconds for every price r of a byte (`stage_table.byte_prices`), where e_s, g_s are time and kept bytes of the ends,
+seconds for every price r of a byte (`byte_prices`), where e_s, g_s are time and kept bytes of the ends,
 R_s the room beside what needs no layers, d_c the state of a layer, f_s the micro-batches in flight and c_cr the least
 of time + r bytes over the modes of a layer; R, d and f before any gradient is there, or when all are. Of equal layers
 the stage holds, within B seconds, at most the whole part of n_s(B), the least over r; no cut has its slowest stage
@@ -28,18 +28,22 @@ from functools import cached_property
 
 import numpy as np
 
+from autopar.cost_model.byte_prices import byte_prices, useful_bytes
 from autopar.cost_model.candidates import SettingGroup
 from autopar.cost_model.moments import bounding_flights
 from autopar.cost_model.setting_price import SettingPrice
-from autopar.cost_model.stage_table import Floats, LayerClass, byte_prices, useful_bytes
+from autopar.cost_model.stage_table import Floats, LayerClass
 
 __all__ = ["SettingBounds", "divided_s", "least_slowest_s"]
 
 _SLACK = 1e-9
 """Relative: what rounding may cost, so that a bound never exceeds a price."""
 
-_STEPS = 14
+_STEPS = 11
 """Halvings of the interval of B: what is left of it is lost sharpness only, its lower end is the bound."""
+
+_ALIKE = 0.01
+"""Of a device's memory."""
 
 _DIVISIONS = 3
 """Divisions of the layers that `divided_s` looks at."""
@@ -177,7 +181,7 @@ class SettingBounds:
             np.array(of, dtype=np.float64)
             for of in zip(*((c.static_bytes, c.gradient_bytes) for c in self._layers), strict=True)
         )
-        flights = bounding_flights(self.group.runs, price.pp, price.m)
+        flights = bounding_flights(tuple(self.group.runs), price.pp, price.m)
         last, late = flights[-1], self.splits[:, None]
         for i, flight in enumerate(flights):
             in_flight, share = (np.where(late, z, a) for a, z in zip(flight, last, strict=True))
@@ -192,10 +196,16 @@ class SettingBounds:
         device = self.price.cluster.device
         return (device.memory_bytes - device.reserved_bytes) * (1 + _SLACK)
 
-    def _working(self) -> list[float]:
-        """What the largest working set of a stage's layers may be: the larger, the more modes, and the less room."""
-        found = sorted({mode.transient_bytes for layer in self._layers for mode in layer.modes})
-        return found if self.price.equal_layers else found[:1]
+    def _working(self) -> list[tuple[float, float]]:
+        """(least, most): what the largest working set of a stage's layers may be. The larger, the more modes and the
+        less room; those that differ by less than matters are one."""
+        found: list[tuple[float, float]] = []
+        for working in sorted({mode.transient_bytes for layer in self._layers for mode in layer.modes}):
+            if found and (working - found[-1][0] < _ALIKE * self._limit or not self.price.equal_layers):
+                found[-1] = (found[-1][0], working)
+            else:
+                found.append((working, working))
+        return found
 
     @cached_property
     def _glue(self) -> Floats:
@@ -216,12 +226,14 @@ class SettingBounds:
     def _most_layers(self, segment: int) -> Floats:
         """[working, run, stage]: if none of them works in more than that."""
         (layer,), working = self._layers, self._working()
-        least = np.array([min(kept for _, kept in self._modes(layer, segment, w)) for w in working])[:, None, None]
+        least = np.array([min(kept for _, kept in self._modes(layer, segment, most)) for _, most in working])[
+            :, None, None
+        ]
         others = self.chunks * (self.price.pp - 1)
         found: Floats = np.tile((len(self.price.prices.traced.layers) - others)[:, None], self.price.pp)
         for moment in self._moments:
             each = np.maximum(moment.static[..., 0] + moment.flight * least, 1e-9)
-            room = np.stack([moment.room(self._limit, w) for w in working]) - moment.flight * self._glue
+            room = np.stack([moment.room(self._limit, w) for w, _ in working]) - moment.flight * self._glue
             found = np.minimum(found, np.floor(room / each + _SLACK))
         return found
 
@@ -233,10 +245,10 @@ class SettingBounds:
     def lines(self, segment: int) -> tuple[Floats, Floats]:
         """Seconds without layers [run, stage, r] and of a layer [.., class] at least, for every price r of a byte and
         moment; the last one is so high that what does not fit takes very long."""
-        return self._lines([useful_bytes(layer, segment) for layer in self._layers], self._working()[0])
+        return self._lines([useful_bytes(layer, segment) for layer in self._layers], self._working()[0][0])
 
     def _lines(self, modes: list[list[tuple[float, float]]], working: float) -> tuple[Floats, Floats]:
-        """`lines` of layers in these modes, whose working set is no smaller."""
+        """`lines` of layers in these modes, of which one has a working set as large."""
         prices = byte_prices(modes)
 
         def least(rate: float) -> Floats:
@@ -258,7 +270,7 @@ class SettingBounds:
         """Equal layers that each stage can hold within given seconds at most; and the seconds that as many as its
         memory can hold take at least."""
         (layer,), most = self._layers, self._most_layers(segment)
-        found = [self._lines([self._modes(layer, segment, working)], working) for working in self._working()]
+        found = [self._lines([self._modes(layer, segment, most_w)], least_w) for least_w, most_w in self._working()]
         lines = max(alone.shape[2] for alone, _ in found)
         alone, each = (np.stack([_padded(of, lines) for of in arrays]) for arrays in zip(*found, strict=True))
         each, slack = each[..., 0], 1 + _SLACK

@@ -253,9 +253,13 @@ class SettingPrice:
 
         found = self.problem(segment, _FEW)
         classes = tuple(replace(c, modes=tuple(map(shared, c.modes))) for c in found.classes)
+        found = replace(found, classes=classes, segment=1)
+        put_off_s = [c.put_off_s for c in classes] + [stage.put_off_s for stage in found.stages]
+        if any(put_off_s):  # each stage's own comes on top of its tail
+            return found
         units = [(n, layer.unit) for n, layer in zip(self.prices.repeats.values(), self.classes, strict=True)]
         tail_s = self.least_tail_s(units)
-        return replace(found, classes=classes, segment=1, tail_s=lambda stage, counts: tail_s)
+        return replace(found, tail_s=lambda stage, counts: tail_s)
 
     def layer_class(self, index: int, segment: int = 1) -> LayerClass:
         layer = self.classes[index]

@@ -14,6 +14,7 @@ from functools import cached_property, reduce
 import numpy as np
 import numpy.typing as npt
 
+from autopar.cost_model.byte_prices import byte_prices, freed_s, useful_bytes
 from autopar.cost_model.held_lines import Line, outermost, peak_bytes, room_bytes
 from autopar.cost_model.mode_mixes import LayerClass, LayerMode, Mixes, class_mixes, leanest, merged, prefix_mixes
 from autopar.cost_model.stage_runs import stage_runs
@@ -103,34 +104,6 @@ class StagePrice:
     modes: tuple[tuple[int, ...], ...]
     kept_bytes: float = 0.0
     working_bytes: float = 0.0
-
-
-def useful_bytes(layer: LayerClass, segment: int) -> list[tuple[float, float]]:
-    """(seconds, bytes kept at least) of a layer in each of its modes, recomputed in segments of `segment`."""
-    return [(m.time_s, m.saved_bytes / (segment if m.name == "full" else 1)) for m in layer.modes]
-
-
-def byte_prices(classes: Sequence[Sequence[tuple[float, float]]]) -> list[float]:
-    """Seconds a byte at which the bound of a stage bends: slopes of the lower hull of time over bytes of each class, of
-    which the (seconds, bytes) of every mode are given.
-
-    The least time of a stage that may keep X bytes a micro-batch is at least  sum_c n_c min_mode (t + r b) - r X  for
-    every price r of a byte (its Lagrangian); the largest of these bounds is at one of the slopes.
-    """
-    prices = set()
-    for modes in classes:
-        points = sorted(modes)
-        time_s, kept = points[0]
-        while leaner := [((t - time_s) / (kept - b), t, b) for t, b in points if b < kept]:
-            price, time_s, kept = min(leaner, key=lambda step: (step[0], step[2]))
-            prices.add(price)
-    return sorted(prices)
-
-
-def _freed_s(layer: LayerClass, segment: int, rate: float) -> float:
-    """What a layer takes more than at least, if a byte kept costs `rate` seconds."""
-    modes = useful_bytes(layer, segment)
-    return min(t + rate * b for t, b in modes) - min(t for t, _ in modes)
 
 
 def stage_mixes(problem: PipelineProblem, counts: tuple[int, ...], held: tuple[int, ...] = ()) -> Mixes:
@@ -241,8 +214,8 @@ class StageTable:
         fits: npt.NDArray[np.bool_] = np.all(needed <= limit, axis=0)
         missing_s = np.zeros(self.times.shape)
         for rate in byte_prices([useful_bytes(c, problem.segment) for c in problem.classes]):
-            freed_s = counts @ np.array([_freed_s(c, problem.segment, rate) for c in problem.classes], dtype=np.float64)
-            missing_s = np.maximum(missing_s, freed_s - rate * left)
+            layers_s = counts @ np.array([freed_s(c, problem.segment, rate) for c in problem.classes], dtype=np.float64)
+            missing_s = np.maximum(missing_s, layers_s - rate * left)
         self.times += missing_s * (1 - 1e-9)
         self.times[hopeless] = np.inf
         plain = problem.segment == 1 or all(m.name != "full" for m in fast.values())

@@ -46,7 +46,7 @@ def test_flights_are_those_of_the_orders(schedule: str, chunks: int, ranks: int,
         held = _held(order, ranks, chunks)
         most = {j: max(map(sum, rows)) for j, rows in held.items()}
         found = flights(schedule, rank, ranks, micro_batches, chunks)
-        bounding = [(f[0, rank], g[0, rank]) for f, g in bounding_flights([(schedule, chunks)], ranks, micro_batches)]
+        bounding = [(f[0, rank], g[0, rank]) for f, g in bounding_flights(((schedule, chunks),), ranks, micro_batches)]
         assert [bounding[0][1], bounding[-1][1]] == [0, 1]
         for in_flight, share in bounding:
             assert in_flight * chunks == pytest.approx(most[round(share * chunks)])

@@ -217,7 +217,7 @@ def test_memory_that_only_segments_leave_room_in(traced: list[TracedModel], memo
     local = preset("local", 2)
     cluster = replace(local, device=replace(local.device, memory_bytes=memory_bytes, reserved_bytes=0))
     train = TrainSpec(global_batch=64, seq_len=16, precision="fp32")
-    run = Run(traced[2], cluster, train, Pins.parse("pp=2 schedule=gpipe microbatch=1".split()))
+    run = Run(traced[2], cluster, train, Pins.parse(["pp=2", "schedule=gpipe", "microbatch=1"]))
     found = BranchAndBound(run.evaluator, run.bounds, run.groups).run()
     assert found is not None
     assert found.step_s == pytest.approx(brute_force(run), rel=1e-9)
