@@ -56,11 +56,13 @@ def step_collectives(traced: TracedModel, plan: Plan, stage: int) -> Collectives
 
 
 def rank_collectives(traced: TracedModel, plan: Plan, stages: Sequence[int]) -> Collectives:
-    """Of a rank that runs several stages: gradients are summed together, tokens and loss counted once."""
+    """Of a rank that runs several stages: gradients are summed together, each parameter's once however many of the
+    stages read it, tokens and loss counted once."""
     tally: Counter[tuple[str, str, str, int]] = Counter()
     whole: Counter[tuple[str, str, str]] = Counter()
-    for stage in stages:
-        for (purpose, kind, axis, nbytes), times in step_collectives(traced, plan, stage).items():
+    for i, stage in enumerate(stages):
+        of_stage = _Stage(traced, plan, stage, summed_already=stages[:i]).collectives()
+        for (purpose, kind, axis, nbytes), times in of_stage.items():
             if purpose in ("gradients", "parameters"):
                 whole[purpose, kind, axis] += nbytes * times
             elif purpose != "control" or stage == stages[-1]:
@@ -94,8 +96,10 @@ class _Again:
 
 
 class _Stage:
-    def __init__(self, traced: TracedModel, plan: Plan, stage: int) -> None:
-        self.traced, self.plan, self.stage = traced, plan, stage
+    """`summed_already`: stages of the same rank that count the gradients of the parameters they read."""
+
+    def __init__(self, traced: TracedModel, plan: Plan, stage: int, summed_already: Sequence[int] = ()) -> None:
+        self.traced, self.plan, self.stage, self.summed_already = traced, plan, stage, summed_already
         self.stages = len(plan.stages)
         self.home = stage_of_segments(traced.segments, plan)
         self.tally: Counter[tuple[str, str, str, int]] = Counter()
@@ -246,14 +250,20 @@ class _Stage:
     def _count_gradients(self) -> None:
         d, over = self.plan.degrees, dict.fromkeys(("dp and cp", "dp", "cp", "tp"), 0)
         divided = ShardedUnits(self.traced, self.plan)
-        for node in self._parameters(self.stage):
+        earlier = {node for stage in self.summed_already for node in self._parameters(stage)}
+        for node in (n for n in self._parameters(self.stage) if n not in earlier):
             spec = self.traced.parameters[str(node.target)]
             summed_over_cp = d.cp == 1 or "cp" in self._partial_axes(node, self.layouts["cp"], "cp")
             if divided.takes(spec, summed_over_cp):
                 sharded = self._stored_elements(node) != spec.numel
-                divided.add(node, spec, self.layouts["tp"].placement[node] if sharded else REPLICATE)
+                placement = self.layouts["tp"].placement[node] if sharded else REPLICATE
+                divided.add(node, spec, placement)
+                if not spec.requires_grad:
+                    continue
+                nbytes = divided.shard_bytes(spec, placement)
                 if "tp" in self.layouts and "tp" in self._partial_axes(node, self.layouts["tp"], "tp"):
-                    over["tp"] += divided.shard_bytes(spec, REPLICATE)
+                    over["tp"] += nbytes
+                self._count_tied(node, nbytes)
                 continue
             if not spec.requires_grad:
                 continue
@@ -273,8 +283,10 @@ class _Stage:
                 self.tally[purpose, kind, axis, nbytes] += 1
 
     def _count_tied(self, node: fx.Node, nbytes: int) -> None:
-        holders = [s for s in range(self.stages) if node in self._parameters(s)]
-        if len(holders) == self.stages > 1:
+        """Among the pipeline's ranks that hold it; stages of one rank add up in one tensor."""
+        pp = self.plan.degrees.pp
+        holders = {s % pp for s in range(self.stages) if node in self._parameters(s)}
+        if len(holders) == pp:
             self._add("gradients", "all_reduce", "pp", nbytes, 1)
         elif len(holders) > 1:
             self._add("gradients", "send", "pp", nbytes * (len(holders) - 1), 1)
@@ -334,8 +346,11 @@ class _Stage:
         return int(total.subs(sizes))
 
     def _bytes(self, node: fx.Node, axis: str) -> int:
-        """Of the whole tensor over `axis`: over tp that of one cp rank."""
-        elements = self._elements(node, whole_sequence=axis == "cp")
+        """Of the whole tensor over `axis`: over tp that of one cp rank, which has all of what cp does not cut (routed
+        tokens, sorted by their expert)."""
+        layout = self.layouts.get("cp")
+        placement = layout.placement.get(node) if layout is not None else None
+        elements = self._elements(node, axis == "cp" or (placement is not None and not placement.is_shard))
         return elements * int(node.meta["dtype"].itemsize)
 
     def _filled_bytes(self, c: _Conversion, axis: str) -> int:
