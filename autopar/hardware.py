@@ -106,6 +106,7 @@ DEVICES: Mapping[str, DeviceSpec] = {
         attention_efficiency=_constant("attention_16bit", "blackwell"),
         memory_efficiency=0.85,
         reserved_bytes=CUDA_RESERVED_BYTES,
+        power_derate=_constant("power_derate", "b200"),
     ),
     "gb200": DeviceSpec(
         name="GB200-186GB",

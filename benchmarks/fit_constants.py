@@ -32,8 +32,9 @@ __all__ = ["cross_validate", "fit"]
 Array = npt.NDArray[np.float64]
 
 ROUNDS = 10
-SOFT_ERROR = 0.02
-"""Below this a row's error counts quadratically, above it linearly."""
+SOFT_ERROR = 0.05
+"""Below this a row's error counts quadratically, above it linearly: releases of one stack differ by so much on the same
+layout, which no constant can follow."""
 PULL = 0.15
 """Weight of a constant's move over its whole range, in units of one row's 10 % error."""
 

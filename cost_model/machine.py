@@ -2,7 +2,7 @@
 
 Matrix multiplication of [m,k] x [k,n], `batch` times, in `rate` = peak x power derate x efficiency:
 
-    max(2 (batch m n + wave_tail tile^2 multiprocessors) (k + k_fill) / rate, bytes / bandwidth) + launch
+    max(2 (batch m n + wave_tail tile multiprocessors) (k + k_fill) / rate, bytes / bandwidth) + launch
 
 The last wave of output tiles is on average partly empty (wave quantisation), and each tile pays a fill of its pipeline
 over k, which is what makes narrow shards slow. Both are constants added to a product of sizes, so a price is affine in
@@ -26,10 +26,7 @@ from autopar.cost_model.constant_table import Constants, GenerationConstants, lo
 from autopar.cost_model.kernels import Array, Kernel, Kernels
 from autopar.specs import DeviceSpec, StackSpec
 
-__all__ = ["TILE", "Machine"]
-
-TILE = 128
-"""Rows and columns of an output tile of the usual cuBLAS kernels."""
+__all__ = ["Machine"]
 
 _ALIGNED_BYTES = 16
 """Tensor-core loads: a contiguous dim has to be a multiple of this to take the fast kernels (cuBLAS documentation)."""
@@ -188,7 +185,7 @@ class Machine:
 
 def _gpu_terms(table: GenerationConstants) -> dict[str, float]:
     return {
-        "wave_elements": table["wave_tail"] * table["multiprocessors"] * TILE**2,
+        "wave_elements": table["wave_tail"] * table["multiprocessors"] * table["tile_elements"],
         "k_fill": table["k_fill"],
         "fp8_k_fill": table["fp8_k_fill"],
         "unaligned_slowdown": table["unaligned_slowdown"],

@@ -67,7 +67,7 @@ class ShardedUnits:
     def _padded(self, spec: ParameterSpec, placement: Placement) -> int:
         shape = list(spec.shape)
         if placement.is_shard:
-            shape[placement.dim] //= self.plan.degrees.tp
+            shape[placement.dim] = -(-shape[placement.dim] // self.plan.degrees.tp)  # the last shard is filled up
         rows = math.ceil(shape[0] / self.ranks) * self.ranks if shape else self.ranks
         return rows * math.prod(shape[1:])
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import sympy
@@ -52,20 +52,27 @@ def step_collectives(traced: TracedModel, plan: Plan, stage: int) -> Collectives
     traced: prepared, with the summed loss as its only output, as the step runs it (a mean cannot be cut over cp).
     Raises PlanMismatchError if the plan does not fit the model.
     """
-    return _Stage(traced, plan, stage).collectives()
+    return _Stage(traced, plan, stage, _layouts(traced, plan)).collectives()
 
 
 def rank_collectives(traced: TracedModel, plan: Plan, stages: Sequence[int]) -> Collectives:
-    """Of a rank that runs several stages: gradients are summed together, tokens and loss counted once."""
+    """Of a rank that runs several stages: gradients are summed together, each parameter's once however many of the
+    stages read it, tokens and loss counted once."""
     tally: Counter[tuple[str, str, str, int]] = Counter()
     whole: Counter[tuple[str, str, str]] = Counter()
-    for stage in stages:
-        for (purpose, kind, axis, nbytes), times in step_collectives(traced, plan, stage).items():
+    layouts = _layouts(traced, plan)
+    for i, stage in enumerate(stages):
+        of_stage = _Stage(traced, plan, stage, layouts, summed_already=stages[:i]).collectives()
+        for (purpose, kind, axis, nbytes), times in of_stage.items():
             if purpose in ("gradients", "parameters"):
                 whole[purpose, kind, axis] += nbytes * times
             elif purpose != "control" or stage == stages[-1]:
                 tally[purpose, kind, axis, nbytes] += times
     return dict(tally) | {(*key, nbytes): 1 for key, nbytes in whole.items()}
+
+
+def _layouts(traced: TracedModel, plan: Plan) -> dict[str, Propagation]:
+    return {axis: propagate(traced, plan, axis=axis) for axis in ("cp", "tp") if getattr(plan.degrees, axis) > 1}
 
 
 @dataclass(frozen=True)
@@ -94,8 +101,13 @@ class _Again:
 
 
 class _Stage:
-    def __init__(self, traced: TracedModel, plan: Plan, stage: int) -> None:
-        self.traced, self.plan, self.stage = traced, plan, stage
+    """`summed_already`: stages of the same rank that count the gradients of the parameters they read."""
+
+    def __init__(
+        self, traced: TracedModel, plan: Plan, stage: int, layouts: Mapping[str, Propagation],
+        summed_already: Sequence[int] = (),
+    ) -> None:  # fmt: skip
+        self.traced, self.plan, self.stage, self.summed_already = traced, plan, stage, frozenset(summed_already)
         self.stages = len(plan.stages)
         self.home = stage_of_segments(traced.segments, plan)
         self.tally: Counter[tuple[str, str, str, int]] = Counter()
@@ -104,9 +116,7 @@ class _Stage:
         self.live = ancestors([output_node(graph)])
         self.position = {n: i for i, n in enumerate(graph.nodes)}
         self.nodes = [n for n in graph.nodes if n.op == "call_function" and n in self.live and self._here(n)]
-        self.layouts = {
-            axis: propagate(traced, plan, axis=axis) for axis in ("cp", "tp") if getattr(plan.degrees, axis) > 1
-        }
+        self.layouts = layouts
 
     def collectives(self) -> Collectives:
         again = self._run_again()
@@ -246,14 +256,20 @@ class _Stage:
     def _count_gradients(self) -> None:
         d, over = self.plan.degrees, dict.fromkeys(("dp and cp", "dp", "cp", "tp"), 0)
         divided = ShardedUnits(self.traced, self.plan)
-        for node in self._parameters(self.stage):
+        readers = self._readers()
+        for node in (n for n, stages in readers.items() if self.stage in stages and not stages & self.summed_already):
             spec = self.traced.parameters[str(node.target)]
             summed_over_cp = d.cp == 1 or "cp" in self._partial_axes(node, self.layouts["cp"], "cp")
             if divided.takes(spec, summed_over_cp):
                 sharded = self._stored_elements(node) != spec.numel
-                divided.add(node, spec, self.layouts["tp"].placement[node] if sharded else REPLICATE)
+                placement = self.layouts["tp"].placement[node] if sharded else REPLICATE
+                divided.add(node, spec, placement)
+                if not spec.requires_grad:
+                    continue
+                nbytes = divided.shard_bytes(spec, placement)
                 if "tp" in self.layouts and "tp" in self._partial_axes(node, self.layouts["tp"], "tp"):
-                    over["tp"] += divided.shard_bytes(spec, REPLICATE)
+                    over["tp"] += nbytes
+                self._count_tied(readers[node], nbytes)
                 continue
             if not spec.requires_grad:
                 continue
@@ -265,16 +281,18 @@ class _Stage:
                 over["dp"] += nbytes if d.dp > 1 else 0
                 over["cp"] += nbytes if "cp" in partial else 0
             over["tp"] += nbytes if "tp" in partial else 0
-            self._count_tied(node, nbytes)
+            self._count_tied(readers[node], nbytes)
         for axis, nbytes in over.items():
             self._add("gradients", "all_reduce", axis, nbytes, 1)
         for purpose, kind, axis, nbytes in divided.moved(self.stage):
             if nbytes:
                 self.tally[purpose, kind, axis, nbytes] += 1
 
-    def _count_tied(self, node: fx.Node, nbytes: int) -> None:
-        holders = [s for s in range(self.stages) if node in self._parameters(s)]
-        if len(holders) == self.stages > 1:
+    def _count_tied(self, stages: Set[int], nbytes: int) -> None:
+        """Among the pipeline's ranks that hold it; stages of one rank add up in one tensor."""
+        pp = self.plan.degrees.pp
+        holders = {stage % pp for stage in stages}
+        if len(holders) == pp:
             self._add("gradients", "all_reduce", "pp", nbytes, 1)
         elif len(holders) > 1:
             self._add("gradients", "send", "pp", nbytes * (len(holders) - 1), 1)
@@ -301,13 +319,14 @@ class _Stage:
         stage: int = self.home[node.meta["segment"]]
         return stage == self.stage
 
-    def _parameters(self, stage: int) -> dict[fx.Node, None]:
-        """get_attr nodes of the parameters a stage reads."""
-        users = ((s, u) for u in self.live if u.op == "call_function" for s in u.all_input_nodes)
-        found = {s: None for s, u in users
-                 if s.op == "get_attr" and str(s.target) in self.traced.parameters
-                 and self.home[u.meta["segment"]] == stage}  # fmt: skip
-        return dict.fromkeys(sorted(found, key=self.position.__getitem__))
+    def _readers(self) -> dict[fx.Node, set[int]]:
+        """get_attr node of a parameter -> stages that read it."""
+        found: dict[fx.Node, set[int]] = {}
+        for node in self.traced.graph_module.graph.nodes:
+            if node.op == "get_attr" and str(node.target) in self.traced.parameters:
+                users = (u for u in node.users if u.op == "call_function" and u in self.live)
+                found[node] = {self.home[u.meta["segment"]] for u in users}
+        return found
 
     def _partial_axes(self, parameter: fx.Node, layout: Propagation, axis: str) -> tuple[str, ...]:
         """(axis,) if every reader sees only a summand of the gradient of a replicated parameter: summed once a step."""
@@ -334,8 +353,11 @@ class _Stage:
         return int(total.subs(sizes))
 
     def _bytes(self, node: fx.Node, axis: str) -> int:
-        """Of the whole tensor over `axis`: over tp that of one cp rank."""
-        elements = self._elements(node, whole_sequence=axis == "cp")
+        """Of the whole tensor over `axis`: over tp that of one cp rank, which has all of what cp does not cut (routed
+        tokens, sorted by their expert)."""
+        layout = self.layouts.get("cp")
+        placement = layout.placement.get(node) if layout is not None else None
+        elements = self._elements(node, axis == "cp" or (placement is not None and not placement.is_shard))
         return elements * int(node.meta["dtype"].itemsize)
 
     def _filled_bytes(self, c: _Conversion, axis: str) -> int:

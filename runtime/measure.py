@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autopar.links import COLLECTIVES
+from autopar.runtime.collectives import all_gather_single, finished, issue_reduce_scatter
 
 __all__ = ["Sample", "measure", "measurement_count", "send_partner"]
 
@@ -200,11 +201,10 @@ def _group_of(size: int) -> dist.ProcessGroup:
 
 def _collectives(nbytes: int, group: dist.ProcessGroup, device: torch.device) -> Iterator[_Job]:
     """About `nbytes` of the whole tensor (a send: of the message), in parts of equal size. An all-to-all cuts the part
-    of a rank once more, a piece for each of the others."""
+    of a rank once more, a piece for each of the others. A reduce-scatter is what the runtime makes of it:
+    over gloo an all-to-all, and a sum here."""
     n = group.size()
     even, twice_even = (max(1, nbytes // 4 // parts) * parts for parts in (n, n**2))
-    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
     def job(kind: str, elements: int, run: Callable[[Tensor, Tensor], Any], between: str = "", calls: int = 1) -> _Job:
         def prepare() -> Callable[[], Any]:
@@ -215,8 +215,8 @@ def _collectives(nbytes: int, group: dist.ProcessGroup, device: torch.device) ->
         return _Job(kind, "fp32", 4.0 * elements, shape, prepare, group, calls)
 
     yield job("all_reduce", even, lambda whole, part: dist.all_reduce(whole, group=group))
-    yield job("all_gather", even, lambda whole, part: all_gather(whole, part, group=group))
-    yield job("reduce_scatter", even, lambda whole, part: reduce_scatter(part, whole, group=group))
+    yield job("all_gather", even, lambda whole, part: all_gather_single(whole, part, group=group))
+    yield job("reduce_scatter", even, lambda whole, _: finished(issue_reduce_scatter(whole.view(n, -1), group)))
     yield job(
         "all_to_all", twice_even, lambda whole, part: dist.all_to_all_single(torch.empty_like(part), part, group=group)
     )

@@ -147,13 +147,18 @@ def shard_stage(
 
 def _prefetch(units: list[FSDPModule], overlap: bool, device: torch.device) -> None:
     """Gather a unit's parameters under the compute of the unit that runs before it, forward and backward, or when it
-    runs itself. `units`: root first, then layers in order."""
+    runs itself. `units`: root first, then layers in order.
+
+    In backward too the order is said: FSDP's own takes what ran before in any micro-batch, and so would gather a
+    stage's last layer again under the backward of its first.
+    """
     for unit, following in itertools.pairwise(units):
         unit.set_modules_to_forward_prefetch([following] if overlap else [])
+    root, *layers = units
+    before = dict(itertools.pairwise([root, *reversed(layers)])) if overlap else {}
     for unit in units:
-        if not overlap:
-            unit.set_modules_to_backward_prefetch([unit])  # an empty list would be FSDP's own choice, which prefetches
-        elif device.type == "cpu":
+        unit.set_modules_to_backward_prefetch([before.get(unit, unit)])  # an empty list would be FSDP's own choice
+        if overlap and device.type == "cpu":
             unit._set_unshard_async_op(True)  # gloo has no streams of its own
 
 

@@ -130,11 +130,16 @@ class _Rank:
         one more in the steady state. The looped schedules have gradients of all their stages after one round, and hold
         most when the next is there and a third begins. Sharding treats the first and last apart."""
         ranks = self.plan.degrees.pp
-        if self.plan.schedule in ("interleaved", "zero-bubble") and ranks > 1:
+        if self._loops:
             return min(micro_batches, 3 * ranks) if micro_batches % ranks == 0 else micro_batches
         if ranks > 1 and (self.plan.schedule == "gpipe" or micro_batches < ranks):
             return micro_batches
         return min(micro_batches, max(ranks, 2 if self.holdings.sharded else 1) + 1)
+
+    @property
+    def _loops(self) -> bool:
+        """Whether micro-batches go through a rank's stages in rounds of as many as the pipeline has ranks."""
+        return self.plan.schedule in ("interleaved", "zero-bubble") and self.plan.degrees.pp > 1
 
     # --- what it does -------------------------------------------------------------------------------------------------
 
@@ -185,16 +190,17 @@ class _Rank:
         tally: Counter[tuple[str, str, str, int]] = Counter()
         whole: Counter[tuple[str, str]] = Counter()
         data = self._data_groups()
+        together = self.plan.degrees.pp if self._loops else 1
         for kind, stage in dict.fromkeys((kind, stage) for kind, stage, _ in issued):
             runs = [issued[kind, stage, i] for i in range(alike)]
             for c in self._alike([[c for c in run if c.group not in data] for run in runs], f"{kind} of stage {stage}"):
                 axis = self.world.axis_of(c.group)
                 tally["boundary" if axis == "pp" else "activations", c.kind, axis, c.nbytes] += micro_batches
             for i, run in enumerate(runs):
-                # What the micro-batches that are not run do: forward as the last one, backward as the first.
-                steady = self.holdings.sharded and i == (alike - 1 if kind == FORWARD else 0)
+                # What the micro-batches that are not run do: forward as the last round, backward as the first.
+                steady = self.holdings.sharded and (i >= alike - together if kind == FORWARD else i < together)
                 for c in run:
-                    times = (c.group in data) * (1 + (micro_batches - alike) * steady)
+                    times = (c.group in data) * (1 + (micro_batches - alike) // together * steady)
                     whole[c.kind, self.world.axis_of(c.group)] += c.nbytes * times
         for c in sums:
             whole[c.kind, self.world.axis_of(c.group)] += c.nbytes

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from autopar import cli, passes
+from autopar.cost_model.search import search
 from autopar.dryrun import DryRun, dry_run_captured
 from autopar.dryrun.result import CollectiveRow, MemoryRow
 from autopar.errors import PlanMismatchError, SpecError
@@ -17,6 +18,7 @@ from autopar.ir import TracedModel
 from autopar.mesh import Degrees
 from autopar.plan import Plan
 from autopar.runtime import collectives
+from autopar.specs import ClusterSpec, Pins, TrainSpec
 from autopar.trace import trace
 from tests import models, plans
 
@@ -70,6 +72,7 @@ def test_context_parallel(llama: TracedModel, kind: str, checkpoint: bool) -> No
         (3, Degrees(dp=2, tp=2, pp=2), {"checkpoint": True}),
         (3, Degrees(dp=2, pp=4), {}),
         (3, Degrees(dp=2, pp=2), {"schedule": "interleaved", "virtual_stages": 2}),
+        (3, Degrees(cp=2, pp=2), {"schedule": "interleaved", "virtual_stages": 2}),  # more than three rounds
         (2, Degrees(dp=4), {"zero_group": 2}),
         (3, Degrees(cp=4), {}),
     ],
@@ -81,6 +84,15 @@ def test_sharded_ranks(llama: TracedModel, zero: int, degrees: Degrees, options:
     assert result.agrees, result.text()
     rows = {(row.purpose, row.kind) for row in result.ranks[0].collectives}
     assert {("parameters", "all_gather"), ("gradients", "reduce_scatter")} <= rows
+
+
+def test_a_stage_gathers_its_own_layers_once(llama: TracedModel) -> None:
+    """Two layers without embedding or head: before the first of them the stage has run the second, of another
+    micro-batch, which no backward will need."""
+    plan = llama_plan(Degrees(dp=2, pp=2), schedule="interleaved", virtual_stages=2)
+    layers = [f"model.layers.{i}" for i in range(4)]
+    result = dry_run_captured(plan.replace(zero=1, stages=((layers[0],), (layers[1],), tuple(layers[2:]), ())), llama)
+    assert result.agrees, result.text()
 
 
 def test_sharding_divides_what_it_says(llama: TracedModel) -> None:
@@ -127,12 +139,42 @@ def test_selective_modes_hold_what_lies_between(llama: TracedModel) -> None:
     assert len(set(held)) == 4
 
 
-@pytest.mark.parametrize("degrees", [Degrees(pp=4), Degrees(pp=2, tp=2), Degrees(pp=2, dp=2), Degrees(tp=4, dp=2)])
-def test_tied_weights_are_summed_over_their_stages(tied_gpt: TracedModel, degrees: Degrees) -> None:
-    result = dry_run_captured(plans.megatron("tiny_gpt", degrees), tied_gpt)
+@pytest.mark.parametrize(
+    ("degrees", "virtual_stages", "zero"),
+    [
+        (Degrees(pp=4), 1, 0),
+        (Degrees(pp=2, tp=2), 1, 0),
+        (Degrees(pp=2, dp=2), 1, 0),
+        (Degrees(tp=4, dp=2), 1, 0),
+        (Degrees(pp=2, tp=2), 2, 0),
+        (Degrees(pp=2, dp=2), 1, 1),
+        (Degrees(pp=2, dp=2, tp=2), 2, 3),
+    ],
+)
+def test_tied_weights_are_summed_over_their_ranks(
+    tied_gpt: TracedModel, degrees: Degrees, virtual_stages: int, zero: int
+) -> None:
+    """Stages of one rank add up in one tensor; ZeRO leaves a shard of the sum to be added."""
+    schedule = "interleaved" if virtual_stages > 1 else "1f1b"
+    plan = plans.megatron("tiny_gpt", degrees, schedule=schedule, virtual_stages=virtual_stages)
+    result = dry_run_captured(plan.replace(zero=zero), tied_gpt)
     assert result.agrees, result.text()
     tied = [row for rank in result.ranks for row in rank.collectives if (row.purpose, row.axis) == ("gradients", "pp")]
     assert len(tied) == (2 if degrees.pp > 1 else 0)
+    whole = models.VOCAB // degrees.tp * models.DIM * 8
+    assert {row.nbytes for row in tied} <= {whole // (degrees.dp if zero else 1)}
+
+
+@pytest.mark.parametrize(("family", "pins"), [
+    ("t5", "dp=2 pp=2 schedule=interleaved virtual_stages=2 zero=0"),  # a weight that both chunks of a rank read
+    ("mixtral", "cp=2 tp=2 sp=false context_parallel=all-gather checkpoint=full"),  # routed tokens are not cut over cp
+])  # fmt: skip
+def test_searched_plans_of_other_families(family: str, pins: str) -> None:
+    traced = passes.prepare(models.captured(family))
+    precision = "fp32" if family == "mixtral" else "fp64"
+    cluster, train = ClusterSpec.parse("local:4"), TrainSpec(global_batch=4, seq_len=16, precision=precision)
+    result = dry_run_captured(search(traced, cluster, train, Pins.parse(pins.split())).plan, traced)
+    assert result.agrees, result.text()
 
 
 def test_one_rank_needs_no_process_group(llama: TracedModel) -> None:
