@@ -196,8 +196,14 @@ def _partitions(
         if pins.microbatch in (None, micro_batch):
             for sp in sharding:
                 partition = Partition(degrees, sp, micro_batch, global_batch)
-                if next(_schedules(partition, limits, pins), None) is not None:
+                if _can_run(partition, limits, pins):
                     yield partition
+
+
+def _can_run(partition: Partition, limits: ModelLimits, pins: Pins) -> bool:
+    """Whether some schedule goes with some level of ZeRO."""
+    runs, levels = list(_schedules(partition, limits, pins)), list(zero_levels(partition.degrees, limits.spans, pins))
+    return any(zero == 0 or _shards(partition, limits, run) for run in runs for zero, _ in levels)
 
 
 def groups_of(partition: Partition, limits: ModelLimits, pins: Pins) -> list[SettingGroup]:
@@ -338,6 +344,8 @@ def _rules_of_pins(limits: ModelLimits, pins: Pins) -> str:
         rules += ", zero-bubble recomputes nothing (each put-off weight gradient would run its layer again)"
     if pins.zero:
         rules += f", dp x cp has to be above 1 for zero {pins.zero} to shard anything"
+        if limits.shares_inside:
+            rules += ", a weight is read in several places, so zero 0 or one chunk a rank"
     if pins.zero_group not in (None, 0):
         rules += f", dp has to be a multiple of zero_group {pins.zero_group}"
     return rules

@@ -53,6 +53,16 @@ def test_pins_are_kept_in_any_order_and_the_plan_runs(llama: TracedModel, text: 
     refuse_unbuilt(plan, llama, apply(llama, plan))
 
 
+def test_chunks_that_share_a_weight_with_zero_are_refused_by_name() -> None:
+    """T5's relative bias is read in every layer: alone each pin is possible, together they leave nothing to run."""
+    traced = prepare(trace(models.t5_tiny(), models.default_batch()))
+    texts = ["dp=2", "pp=2", "schedule=interleaved", "virtual_stages=2", "zero=1"]
+    with pytest.raises(InfeasiblePlanError, match="zero 0 or one chunk a rank; without zero there would be plans"):
+        search(traced, preset("local", 4), TRAIN, Pins.parse(texts))
+    found = search(traced, preset("local", 4), TRAIN, Pins.parse([*texts[:-1], "zero=0"])).plan
+    assert (found.zero, found.virtual_stages) == (0, 2)
+
+
 def test_every_setting_of_the_space_is_one_the_runtime_takes(llama: TracedModel) -> None:
     """Not only the best: one plan of each kind of setting, as it would be written."""
     run = Run(llama, preset("local", 4), TRAIN, Pins())
