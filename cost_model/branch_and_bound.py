@@ -32,8 +32,8 @@ ALTERNATIVES = 5
 _ALTERNATIVE_LOOKS = 60
 """Settings solved for the alternatives, at most: the report needs near ones, not proofs."""
 
-_NEAR = 0.99
-"""The setting of an alternative is as fast as the best of its layout but for this: of many chunks a rank most are."""
+NEAR = 0.95
+"""Alternatives are as fast as the best of their layout, and the last of them as any layout left out, but for this."""
 
 _SAME = 1 + 1e-9
 """Steps that agree to nine digits are ties."""
@@ -67,10 +67,23 @@ class Counts:
 
 @dataclass(order=True)
 class _Node:
-    bound_s: float
+    """`key_s` is its turn: the bound, or more."""
+
+    key_s: float
     order: tuple[int, ...]
     kind: int
     item: Any = field(compare=False)
+    bound_s: float = field(compare=False)
+
+    @property
+    def partition(self) -> Partition:
+        found: Partition = self.item if self.kind != _SETTING else self.item.groups[0].partition
+        return found
+
+    @property
+    def is_sharpest(self) -> bool:
+        """True if nothing is left but to solve it."""
+        return self.kind == _SETTING and self.item.is_sharpest
 
 
 @dataclass
@@ -89,13 +102,21 @@ class _Waiting:
         group = heads.index(min(heads))
         return heads[group], group
 
-    def pop(self, group: int) -> Setting:
-        run = int(self.bounds[group].argmin())
-        self.bounds[group][run] = np.inf
-        return self.groups[group].setting(run)
+    @property
+    def is_sharpest(self) -> bool:
+        """True if what `setting` gives was bounded by itself."""
+        group = self.next()[1]
+        return (group, int(self.bounds[group].argmin())) in self.alone
+
+    def setting(self, group: int) -> Setting:
+        return self.groups[group].setting(int(self.bounds[group].argmin()))
+
+    def replace(self, group: int, bound_s: float) -> None:
+        """The bound of what `setting` gives."""
+        self.bounds[group][int(self.bounds[group].argmin())] = bound_s
 
     def sharpen(self, group: int, least_s: Callable[[Setting], float]) -> float | None:
-        """Bounds the setting that `pop` would give by itself, unless that has been done."""
+        """Bounds what `setting` gives by itself, unless that has been done."""
         run = int(self.bounds[group].argmin())
         if (group, run) in self.alone:
             return None
@@ -122,12 +143,14 @@ class BranchAndBound:
         deadline: float = np.inf,
     ) -> None:
         self._evaluator, self._groups_of, self._deadline = evaluator, groups_of, deadline
-        self._queue = [_Node(bound, p.order, _ANALYTIC, p) for p, bound in bounds.items()]
+        self._queue = [_Node(bound, p.order, _ANALYTIC, p, bound) for p, bound in bounds.items()]
         heapq.heapify(self._queue)
         self.best_of_layout: dict[Layout, Evaluation] = {}
         self.counts = Counts()
         self.timed_out = False
         self.proven_s = np.inf
+        self._doubt = 1.0
+        self._cut_off: set[Setting] = set()
 
     def run(self) -> Evaluation | None:
         """The optimal setting, proven by the pipeline ILP; None if none fits in memory. After `timed_out`, the best
@@ -143,20 +166,28 @@ class BranchAndBound:
         return None if best is None else self._evaluator.proven(best)
 
     def alternatives(self, best: Evaluation) -> list[Evaluation]:
-        """The nearest other layouts that fit, fastest first."""
+        """The nearest other layouts that fit, fastest first. Bounds that can be sharpened wait as if longer by what
+        `NEAR` allows: few more partitions are opened, and few settings of a layout."""
         own, looks = _layout(best.setting.partition), self.counts.solved + _ALTERNATIVE_LOOKS
+        waiting, self._queue, self._doubt = self._queue, [], 1 / NEAR
+        for node in waiting:
+            self._push(node)
         while self._queue and self.counts.solved < looks and not self._is_late():
             node = heapq.heappop(self._queue)
-            layout = _layout(node.item if node.kind != _SETTING else node.item.groups[0].partition)
+            layout = _layout(node.partition)
             known = self.best_of_layout.get(layout)
             others = sorted(e.step_s for k, e in self.best_of_layout.items() if k != own)
             cutoff_s = others[ALTERNATIVES - 1] if len(others) >= ALTERNATIVES else np.inf
-            if cutoff_s * _NEAR <= node.bound_s:
+            if cutoff_s <= node.key_s:
                 break
-            if layout != own and (known is None or node.bound_s < known.step_s * _NEAR):
-                self._look(node, cutoff_s if known is None else min(cutoff_s, known.step_s * _NEAR))
+            if layout != own and (known is None or node.bound_s < known.step_s * NEAR):
+                self._look(node, cutoff_s if known is None else min(cutoff_s, known.step_s * NEAR))
         rest = sorted((e for k, e in self.best_of_layout.items() if k != own), key=rank)
         return [self._evaluator.detailed(e) for e in rest[:ALTERNATIVES]]
+
+    def _push(self, node: _Node) -> None:
+        node.key_s = node.bound_s * (1.0 if node.is_sharpest else self._doubt)
+        heapq.heappush(self._queue, node)
 
     def _is_late(self) -> bool:
         self.timed_out = self.timed_out or time.perf_counter() > self._deadline
@@ -171,7 +202,7 @@ class BranchAndBound:
         for kind, sharper_s in ((_PROPORTIONAL, evaluator.rough_bound_s), (_BLOCKS, evaluator.block_bound_s)):
             if node.kind < kind and (bound_s := sharper_s(partition)) > node.bound_s:
                 if bound_s < np.inf:
-                    heapq.heappush(self._queue, _Node(bound_s, node.order, kind, partition))
+                    self._push(_Node(bound_s, node.order, kind, partition, bound_s))
                 return None
         self.counts.expanded += 1
         groups = self._groups_of(partition)
@@ -183,15 +214,16 @@ class BranchAndBound:
     def _next_of(self, waiting: _Waiting, cutoff_s: float) -> Evaluation | None:
         """Solve a partition's next setting, or sharpen the bounds of its group where that has not been done."""
         bound_s, group = waiting.next()
-        if group in waiting.sharp:
+        if group in waiting.sharp or len(waiting.groups[group].runs) == 1:
             alone_s = waiting.sharpen(group, lambda setting: self._evaluator.least_s(setting, cutoff_s))
             if alone_s is not None:
                 self.counts.too_big += int(alone_s == np.inf)
                 self._wait(waiting)
                 return None
-            setting = waiting.pop(group)
+            found, left_s = self._solve(waiting.setting(group), cutoff_s)
+            waiting.replace(group, left_s)
             self._wait(waiting)
-            return self._solve(setting, cutoff_s)
+            return found
         sharper = np.maximum(self._evaluator.bounds_s(waiting.groups[group], sharp=True), bound_s)
         self.counts.too_big += int(np.isfinite(waiting.bounds[group]).sum() - np.isfinite(sharper).sum())
         waiting.bounds[group] = sharper
@@ -203,19 +235,21 @@ class BranchAndBound:
         """A partition's settings queue as one, under the bound of the first."""
         bound_s, group = waiting.next() if waiting.groups else (np.inf, 0)
         if bound_s < np.inf:
-            heapq.heappush(self._queue, _Node(bound_s, waiting.groups[group].partition.order, _SETTING, waiting))
+            self._push(_Node(bound_s, waiting.groups[group].partition.order, _SETTING, waiting, bound_s))
 
-    def _solve(self, setting: Setting, cutoff_s: float) -> Evaluation | None:
-        self.counts.solved += 1
+    def _solve(self, setting: Setting, cutoff_s: float) -> tuple[Evaluation | None, float]:
+        """None if it takes longer than the cutoff; and what it takes at least if it has to be solved again."""
+        self.counts.solved += setting not in self._cut_off
         found = self._evaluator.evaluate(setting, cutoff_s)
         if found.pipeline is None:
             if not np.isfinite(found.bound_s):
                 self.counts.too_big += 1
-            return None
+            self._cut_off.add(setting)
+            return None, max(found.bound_s, float(np.nextafter(cutoff_s, np.inf)))
         layout = _layout(setting.partition)
         if layout not in self.best_of_layout or rank(found) < rank(self.best_of_layout[layout]):
             self.best_of_layout[layout] = found
-        return found
+        return found, np.inf
 
 
 def _layout(partition: Partition) -> Layout:

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from autopar.cost_model.branch_and_bound import BranchAndBound
+from autopar.cost_model import branch_and_bound
+from autopar.cost_model.branch_and_bound import NEAR, BranchAndBound
 from autopar.cost_model.candidates import SEGMENTS, Setting, settings_of
 from autopar.cost_model.evaluate import MODES
 from autopar.cost_model.search import Run, search
@@ -248,6 +249,36 @@ def test_no_bound_is_above_a_solved_setting(many_layers: TracedModel) -> None:
                 told["sharper"] += quick[i] * (1 + 1e-6) < sharp[i] < math.inf
                 told["chunks"] += setting.virtual_stages > 1 and exact_s < math.inf
     assert min(told.values()) >= 20, told
+
+
+def test_alternatives_are_as_near_as_is_said(traced: list[TracedModel], monkeypatch: pytest.MonkeyPatch) -> None:
+    """None is slower than the best of its layout, and the last than the best of any layout left out, but for `NEAR`."""
+    monkeypatch.setattr(branch_and_bound, "ALTERNATIVES", 2)
+    left_out = not_best = 0
+    for seed in range(8):
+        rng = random.Random(seed)
+        train = TrainSpec(global_batch=4, seq_len=16, precision="fp32")
+        run = Run(traced[1], random_cluster(rng, 4), train, Pins(zero=rng.choice([0, 1, 2])))
+        space = BranchAndBound(run.evaluator, run.bounds, run.groups)
+        best = space.run()
+        if best is None:
+            continue
+        found = {(e.setting.degrees, e.setting.sequence_sharding): e.step_s for e in space.alternatives(best)}
+        own, exact_s = (best.setting.degrees, best.setting.sequence_sharding), dict[object, float]()
+        for setting in (s for p in run.partitions for s in run.settings(p)):
+            layout = (setting.degrees, setting.sequence_sharding)
+            exact_s[layout] = min(exact_s.get(layout, math.inf), run.evaluator.evaluate(setting).step_s)
+        others = {layout: s for layout, s in exact_s.items() if layout != own and s < math.inf}
+        assert list(found.values()) == sorted(found.values())
+        assert len(found) == min(2, len(others)), f"seed {seed}"
+        for layout, step_s in found.items():
+            assert others[layout] >= NEAR * step_s * (1 - 1e-9), f"seed {seed}"
+            not_best += others[layout] < step_s * (1 - 1e-9)
+        for layout in others.keys() - found.keys():
+            assert others[layout] >= NEAR * max(found.values()) * (1 - 1e-9), f"seed {seed}"
+            left_out += 1
+    assert left_out >= 24, left_out
+    assert not_best >= 1
 
 
 def test_the_plan_is_priced_as_a_run_that_is_given(traced: list[TracedModel]) -> None:
