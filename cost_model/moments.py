@@ -94,14 +94,16 @@ def _excess(backwards: range, ahead: int, each: int, total: int, chunks: int) ->
     def passed(steps: Floats, place: Floats) -> Floats:
         """Micro-batches that went through the chunk at each place of a round, in so many steps."""
         rounds = steps // (each * chunks)
-        through: Floats = rounds * each + np.clip(steps - rounds * each * chunks - place * each, 0, each)
+        through: Floats = rounds * each + np.minimum(np.maximum(steps - (rounds * chunks + place) * each, 0), each)
         return through
 
     held = passed(done, chunk) - passed(k, chunks - 1 - chunk)
-    held = held[held.sum(axis=1) >= held.sum(axis=1).max()]
-    first = np.cumsum(np.pad(held, ((0, 0), (1, 0))), axis=1)[:, :-1]
-    share = held.sum(axis=1, keepdims=True) * chunk / chunks
-    return tuple(float(n) for n in np.maximum(0.0, (first - share).max(axis=0)))
+    in_all = held.sum(axis=1)
+    most = in_all == in_all.max()
+    held, in_all = held[most], in_all[most]
+    first = held.cumsum(axis=1) - held
+    share = in_all[:, None] * chunk / chunks
+    return tuple(np.maximum(0.0, (first - share).max(axis=0)).tolist())
 
 
 @lru_cache(maxsize=1 << 10)
