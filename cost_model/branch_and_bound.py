@@ -106,22 +106,26 @@ class _Waiting:
     def is_sharpest(self) -> bool:
         """True if what `setting` gives was bounded by itself."""
         group = self.next()[1]
-        return (group, int(self.bounds[group].argmin())) in self.alone
+        return (group, self._run(group)) in self.alone
+
+    def _run(self, group: int) -> int:
+        """The run of a group with the least bound."""
+        return int(self.bounds[group].argmin())
 
     def setting(self, group: int) -> Setting:
-        return self.groups[group].setting(int(self.bounds[group].argmin()))
+        return self.groups[group].setting(self._run(group))
 
     def replace(self, group: int, bound_s: float) -> None:
         """The bound of what `setting` gives."""
-        self.bounds[group][int(self.bounds[group].argmin())] = bound_s
+        self.bounds[group][self._run(group)] = bound_s
 
     def sharpen(self, group: int, least_s: Callable[[Setting], float]) -> float | None:
         """Bounds what `setting` gives by itself, unless that has been done."""
-        run = int(self.bounds[group].argmin())
+        run = self._run(group)
         if (group, run) in self.alone:
             return None
         self.alone.add((group, run))
-        bound_s = max(float(self.bounds[group][run]), least_s(self.groups[group].setting(run)))
+        bound_s = max(float(self.bounds[group][run]), least_s(self.setting(group)))
         self.bounds[group][run] = bound_s
         return bound_s
 

@@ -335,7 +335,8 @@ def _nothing_left(
 def _rules_of_pins(limits: ModelLimits, pins: Pins) -> str:
     """Rules that only a pin can break."""
     rules = ""
-    if pins.virtual_stages not in (None, 1) or pins.schedule == "interleaved":
+    chunks = pins.virtual_stages not in (None, 1) or pins.schedule == "interleaved"
+    if chunks:
         rules += f", several chunks need pp above 1, pp times chunks at most {limits.layers} (layers)"
         rules += " and micro-batches in equal rounds of at least pp"
         if not limits.equal_layers and pins.checkpoint_segment not in (None, 1):
@@ -344,7 +345,7 @@ def _rules_of_pins(limits: ModelLimits, pins: Pins) -> str:
         rules += ", zero-bubble recomputes nothing (each put-off weight gradient would run its layer again)"
     if pins.zero:
         rules += f", dp x cp has to be above 1 for zero {pins.zero} to shard anything"
-        if limits.shares_inside:
+        if chunks and limits.shares_inside:
             rules += ", a weight is read in several places, so zero 0 or one chunk a rank"
     if pins.zero_group not in (None, 0):
         rules += f", dp has to be a multiple of zero_group {pins.zero_group}"

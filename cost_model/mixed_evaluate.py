@@ -153,7 +153,11 @@ class MixedEvaluator:
 
     def least_s(self, setting: Setting, cutoff_s: float = np.inf) -> float:
         """As `Evaluator.least_s`: the sharp bounds of the orders are all there is."""
-        return min(self._sharp.get(setting, [0.0]))
+        if setting not in self._sharp:  # of a group of one run, which no other bound has seen
+            run = (setting.schedule, setting.virtual_stages)
+            alone = SettingGroup(setting.partition, setting.zero, setting.zero_group, setting.exchange, (run,))
+            return float(self.bounds_s(alone, sharp=True)[0])
+        return min(self._sharp[setting])
 
     def evaluate(self, setting: Setting, cutoff_s: float = np.inf) -> Evaluation:
         """The best order, stages and modes of a setting; none if they take longer than the cutoff."""

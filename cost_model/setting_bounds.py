@@ -43,7 +43,7 @@ _STEPS = 11
 """Halvings of the interval of B: what is left of it is lost sharpness only, its lower end is the bound."""
 
 _ALIKE = 0.01
-"""Of a device's memory."""
+"""Working sets that differ by less of a device's memory are bounded as one."""
 
 _DIVISIONS = 3
 """Divisions of the layers that `divided_s` looks at."""

@@ -41,7 +41,7 @@ Factory = Callable[[], tuple[nn.Module, Mapping[str, Any]]]
 """A module-level function that returns a fresh model and one global batch, the same at every call."""
 
 Planner = Callable[[TracedModel], Sequence[Plan]]
-"""A module-level function of the captured model, run once for all ranks."""
+"""A module-level function of the captured model, run where that is captured: once for all ranks, but for GPUs."""
 
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 _TOLERANCE_OWN, _TOLERANCE_HF, _TOLERANCE_FP32 = 1e-10, 1e-6, 2e-5
