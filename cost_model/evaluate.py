@@ -93,8 +93,8 @@ class Evaluator:
         """The best stages and modes of a setting; none if they take longer than the cutoff."""
         price = self.price(setting)
         cutoff = price.without_overhead(cutoff_s)
-        best, bound_s, segments = None, np.inf, self.segments_of(price)
-        for i, segment in enumerate(segments):
+        best, bound_s = None, np.inf
+        for segment in self.segments_of(price):
             table = StageTable(price.problem(segment))
             found = solve_table(table, cutoff_s=cutoff)
             if isinstance(found, float):
@@ -103,11 +103,6 @@ class Evaluator:
                 best, cutoff = found, min(cutoff, found.step_s * (1 - 1e-12))
             if not table.memory_binds:  # longer segments only free memory
                 break
-            if i == 0 and len(segments) > 2 and cutoff < np.inf:  # none of the longer ones may be worth a table
-                least_s = least_cut_s(StageTable(price.least_problem(segments[1], segments[-1])), cutoff)
-                if least_s > cutoff:
-                    bound_s = min(bound_s, least_s)
-                    break
         if best is None:
             return Evaluation(setting, None, np.inf, price.with_overhead(bound_s))
         return Evaluation(setting, best, price.with_overhead(best.step_s), price.with_overhead(best.step_s))
