@@ -4,7 +4,8 @@ chunks, ZeRO level and group, exchange over cp).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from autopar.errors import InfeasiblePlanError
@@ -236,8 +237,15 @@ def settings_of(partition: Partition, limits: ModelLimits, pins: Pins) -> list[S
     return [group.setting(i) for group in groups_of(partition, limits, pins) for i in range(len(group.runs))]
 
 
-def count_settings(partition: Partition, limits: ModelLimits, pins: Pins) -> int:
-    """Number of `settings_of`."""
+def count_settings(partitions: Iterable[Partition], limits: ModelLimits, pins: Pins) -> int:
+    """Number of `settings_of` of all of them. The degrees, and which schedules fill them, say how many."""
+    alike: dict[tuple[Degrees, bool, bool], list[Partition]] = defaultdict(list)
+    for p in partitions:
+        alike[p.degrees, p.micro_batches >= p.degrees.pp, p.fills_rounds].append(p)
+    return sum(len(same) * _number_of_settings(same[0], limits, pins) for same in alike.values())
+
+
+def _number_of_settings(partition: Partition, limits: ModelLimits, pins: Pins) -> int:
     d, runs = partition.degrees, list(_schedules(partition, limits, pins))
     whole = sum(_shards(partition, limits, run) for run in runs)
     total = sum(whole if zero else len(runs) for zero, _ in zero_levels(d, limits.spans, pins))

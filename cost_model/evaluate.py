@@ -116,7 +116,7 @@ class Evaluator:
         return price.with_overhead(least_cut_s(StageTable(problem), price.without_overhead(cutoff_s)))
 
     def segments_of(self, price: SettingPrice) -> tuple[int, ...]:
-        """Segments make sense for layers that can be recomputed whole, and no longer than a stage; those over several
+        """Segments make sense for layers that can be recomputed whole, and no longer than a chunk; those over several
         classes have one chunk a rank."""
         if "full" not in self.modes or (price.setting.virtual_stages > 1 and not price.equal_layers):
             return self.segments[:1] if len(self.segments) == 1 else (1,)

@@ -306,7 +306,7 @@ class Run:
         """`best` is what is chosen, `fastest` what was found."""
         ilps, counts, incumbent = self.prices.counts, self.space.counts, "incumbent" if best is fastest else "kept"
         bound = min(fastest.bound_s, self.space.proven_s) / (1 + ilps.block_gap)
-        total = sum(count_settings(p, self.limits, self.pins) for p in self.partitions)
+        total = count_settings(self.partitions, self.limits, self.pins)
         return {
             "solver": ", ".join(ilps.solvers) or "none needed",
             "status": "optimal" if best.step_s <= bound * (1 + 1e-6) else incumbent,

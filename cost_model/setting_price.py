@@ -224,9 +224,10 @@ class SettingPrice:
 
     @property
     def most_layers(self) -> int:
-        """Layers of the largest stage (chunk) there can be."""
-        chunks = self.pp * self.setting.virtual_stages
-        return max(1, len(self.prices.traced.layers) - chunks + 1)
+        """Layers of the largest chunk there can be: a rank spreads its own evenly over its chunks."""
+        chunks = self.setting.virtual_stages
+        rank = len(self.prices.traced.layers) - chunks * (self.pp - 1)
+        return max(1, -(-rank // chunks))
 
     def problem(self, segment: int = 1, most_moments: int | None = None) -> PipelineProblem:
         """`most_moments`: see `StageMemory.moments`."""

@@ -84,4 +84,4 @@ def test_zero_shards_no_weight_that_chunks_of_a_rank_share() -> None:
     run = Run(traced, ClusterSpec.parse("local:4"), TRAIN, Pins(pp=2, virtual_stages=3))
     settings = [s for p in run.partitions for s in settings_of(p, run.limits, run.pins)]
     assert {s.zero for s in settings if s.degrees.dp == 2} == {0}
-    assert len(settings) == sum(count_settings(p, run.limits, run.pins) for p in run.partitions)
+    assert len(settings) == count_settings(run.partitions, run.limits, run.pins)
