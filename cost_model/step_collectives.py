@@ -13,26 +13,22 @@ Read off the placements that the plan implies (`propagate`), without rewriting a
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
-import sympy
-import torch
 from torch import fx
 
 from autopar.blocks import op_name
-from autopar.cost_model.activations import kept_tensors
-from autopar.cost_model.op_facts import ElementSizes
 from autopar.cost_model.propagation import Propagation, propagate
+from autopar.cost_model.second_runs import SecondRun, second_runs
 from autopar.cost_model.sharded_units import ShardedUnits
 from autopar.cost_model.sharding_rules import LOSSES
+from autopar.cost_model.tensor_sizes import TensorSizes
 from autopar.graph_walks import ancestors, input_only, output_node, repeated_for_attention, stage_of_segments
 from autopar.ir import TracedModel
 from autopar.placement import CONVERSIONS, REPLICATE, Placement, Shard
 from autopar.plan import Plan
-from autopar.recomputation import kept_products, recomputed_together
 
 __all__ = ["Collectives", "rank_collectives", "step_collectives"]
 
@@ -86,20 +82,6 @@ class _Conversion:
     position: int
 
 
-@dataclass(frozen=True)
-class _Again:
-    """The second run of a layer: up to `stop` (an index of execution), without the outputs it `keeps`; or of its
-    attention core alone."""
-
-    stop: int
-    keeps: frozenset[fx.Node] = frozenset()
-    core: bool = False
-
-    def repeats(self, source: fx.Node, position: int) -> bool:
-        """True for the conversion of `source` for a reader at `position`."""
-        return position < self.stop and source not in self.keeps
-
-
 class _Stage:
     """`summed_already`: stages of the same rank that count the gradients of the parameters they read."""
 
@@ -111,7 +93,7 @@ class _Stage:
         self.stages = len(plan.stages)
         self.home = stage_of_segments(traced.segments, plan)
         self.tally: Counter[tuple[str, str, str, int]] = Counter()
-        self.sizes = {traced.batch: plan.micro_batch, traced.seq: plan.seq_len // plan.degrees.cp}
+        self.sizes = TensorSizes(traced, plan, layouts)
         graph = traced.graph_module.graph
         self.live = ancestors([output_node(graph)])
         self.position = {n: i for i, n in enumerate(graph.nodes)}
@@ -119,7 +101,7 @@ class _Stage:
         self.layouts = layouts
 
     def collectives(self) -> Collectives:
-        again = self._run_again()
+        again = second_runs(self.traced, self.plan, self.nodes, self.position)
         for axis, layout in self.layouts.items():
             for conversion in self._conversions(layout, axis):
                 self._count_conversion(conversion, axis, again)
@@ -161,9 +143,9 @@ class _Stage:
     def _read_outside(self, node: fx.Node) -> bool:
         return any(u.meta.get("segment") != node.meta["segment"] and u in self.live for u in node.users)
 
-    def _count_conversion(self, c: _Conversion, axis: str, again: Mapping[int, _Again]) -> None:
+    def _count_conversion(self, c: _Conversion, axis: str, again: Mapping[int, SecondRun]) -> None:
         forward, backward = CONVERSIONS[c.have.kind, c.wanted.kind]
-        nbytes, m = self._filled_bytes(c, axis), self.plan.micro_batches
+        nbytes, m = self.sizes.sent_bytes(c.source, c.have, c.wanted, axis), self.plan.micro_batches
         repeated = c.segment in again and again[c.segment].repeats(c.source, c.position)
         self._add("activations", forward, axis, nbytes, m * (1 + repeated))
         if c.source.meta.get("grad"):
@@ -176,18 +158,18 @@ class _Stage:
         if op_name(node) not in LOSSES or not wants or wants[0] is None or not wants[0].is_shard:
             return
         logits = node.all_input_nodes[0]
-        tokens = self._elements(logits) // int(logits.meta["shape"][-1])
+        tokens = self.sizes.elements(logits) // int(logits.meta["shape"][-1])
         width = max(4, logits.meta["dtype"].itemsize)
         smoothing = node.args[5] if len(node.args) > 5 else node.kwargs.get("label_smoothing", 0.0)
         for rows in (1, 3 if smoothing else 2):
             self._add("activations", "all_reduce", "tp", rows * tokens * width, self.plan.micro_batches)
 
-    def _count_attention(self, node: fx.Node, again: Mapping[int, _Again]) -> None:
+    def _count_attention(self, node: fx.Node, again: Mapping[int, SecondRun]) -> None:
         """Keys and values of the other cp ranks, as autopar.runtime.attention moves them."""
         cp, layout = self.plan.degrees.cp, self.layouts.get("cp")
         if op_name(node) != ATTENTION or layout is None or layout.strategy[node].inputs[1] != Shard(2):
             return
-        query, keys = self._local_bytes(node.all_input_nodes[0]), self._local_bytes(self._keys_moved(node))
+        query, keys = self.sizes.local_bytes(node.all_input_nodes[0]), self.sizes.local_bytes(self._keys_moved(node))
         m, kind = self.plan.micro_batches, self.plan.context_parallel
         second = again.get(node.meta["segment"])
         whole = second is not None and self.position[node] < second.stop and (kind == "all-to-all" or not second.keeps)
@@ -210,27 +192,6 @@ class _Stage:
             return keys
         return heads
 
-    def _run_again(self) -> dict[int, _Again]:
-        """By segment, what a second run repeats."""
-        found: dict[int, _Again] = {}
-        for segment in self.traced.layers:
-            mode = self.plan.checkpoint_mode(segment.path)
-            if self.home[segment.index] != self.stage or mode == "none":
-                continue
-            nodes = [n for n in self.nodes if n.meta["segment"] == segment.index]
-            keeps = frozenset().union(*kept_products(nodes)) if mode == "selective-ops" else frozenset()
-            stop = -1 if mode == "selective" else self._last_saving(nodes) + 1
-            found[segment.index] = _Again(stop, keeps, core=mode == "selective")
-        for group in recomputed_together(self.traced.segments, self.plan):
-            for segment in group[:-1]:  # what follows in the group needs all of it
-                if segment.index in found:
-                    found[segment.index] = _Again(len(self.position))
-        return found
-
-    def _last_saving(self, nodes: list[fx.Node]) -> int:
-        kept = kept_tensors(nodes, ElementSizes(torch.float32, torch.float32))
-        return max((self.position[k.keeper] for k in kept), default=-1)
-
     def _count_boundaries(self) -> None:
         """Tensors made on this stage or before for a later one, and the gradients that come back."""
         free = input_only(self.traced.graph_module.graph)
@@ -249,7 +210,7 @@ class _Stage:
     def _boundary_bytes(self, source: fx.Node) -> int:
         layout = self.layouts.get("tp")
         placement = layout.leaving.get(source, REPLICATE) if layout is not None else REPLICATE
-        return self._bytes(source, "tp") // (self.plan.degrees.tp if placement.is_shard else 1)
+        return self.sizes.whole_bytes(source, "tp") // (self.plan.degrees.tp if placement.is_shard else 1)
 
     # --- once a step --------------------------------------------------------------------------------------------------
 
@@ -261,7 +222,7 @@ class _Stage:
             spec = self.traced.parameters[str(node.target)]
             summed_over_cp = d.cp == 1 or "cp" in self._partial_axes(node, self.layouts["cp"], "cp")
             if divided.takes(spec, summed_over_cp):
-                sharded = self._stored_elements(node) != spec.numel
+                sharded = self.sizes.stored_elements(node) != spec.numel
                 placement = self.layouts["tp"].placement[node] if sharded else REPLICATE
                 divided.add(node, spec, placement)
                 if not spec.requires_grad:
@@ -273,7 +234,7 @@ class _Stage:
                 continue
             if not spec.requires_grad:
                 continue
-            nbytes = self._stored_elements(node) * spec.dtype.itemsize
+            nbytes = self.sizes.stored_elements(node) * spec.dtype.itemsize
             partial = [axis for axis, layout in self.layouts.items() if axis in self._partial_axes(node, layout, axis)]
             if d.dp > 1 and "cp" in partial:
                 over["dp and cp"] += nbytes  # one sum over both: all of them see different tokens
@@ -308,7 +269,7 @@ class _Stage:
         if self.stages > 1:
             self._add("control", "broadcast", "pp", wide, 1)
 
-    # --- sizes and places ---------------------------------------------------------------------------------------------
+    # --- places -------------------------------------------------------------------------------------------------------
 
     def _add(self, purpose: str, kind: str, axis: str, nbytes: int, times: int) -> None:
         sizes = [getattr(self.plan.degrees, part) for part in axis.split(" and ")]
@@ -338,41 +299,6 @@ class _Stage:
                 pairs = zip(user.all_input_nodes, layout.strategy[user].inputs, strict=True)
                 wanted |= {w.kind for s, w in pairs if s is parameter and w is not None}
         return (axis,) if wanted == {"R|P"} else ()
-
-    def _stored_elements(self, parameter: fx.Node) -> int:
-        """On one rank; the last shard of a vocabulary that does not divide is filled up."""
-        layout, shape = self.layouts.get("tp"), list(self.traced.parameters[str(parameter.target)].shape)
-        placement = layout.placement[parameter] if layout is not None else REPLICATE
-        if placement.is_shard:
-            shape[placement.dim] = -(-shape[placement.dim] // self.plan.degrees.tp)
-        return math.prod(shape)
-
-    def _elements(self, node: fx.Node, whole_sequence: bool = False) -> int:
-        sizes = self.sizes | ({self.traced.seq: self.plan.seq_len} if whole_sequence else {})
-        total = sympy.Mul(*(sympy.sympify(d) for d in node.meta["shape"]))
-        return int(total.subs(sizes))
-
-    def _bytes(self, node: fx.Node, axis: str) -> int:
-        """Of the whole tensor over `axis`: over tp that of one cp rank, which has all of what cp does not cut (routed
-        tokens, sorted by their expert)."""
-        layout = self.layouts.get("cp")
-        placement = layout.placement.get(node) if layout is not None else None
-        elements = self._elements(node, axis == "cp" or (placement is not None and not placement.is_shard))
-        return elements * int(node.meta["dtype"].itemsize)
-
-    def _filled_bytes(self, c: _Conversion, axis: str) -> int:
-        """Of the whole tensor as it is sent: a dim that the ranks do not divide (a vocabulary) is filled up."""
-        nbytes, ranks = self._bytes(c.source, axis), getattr(self.plan.degrees, axis)
-        for placement in (c.have, c.wanted):
-            size = c.source.meta["shape"][placement.dim] if placement.is_shard and placement.left == 1 else None
-            if isinstance(size, int) and size % ranks:
-                nbytes = nbytes // size * (size + -size % ranks)
-        return nbytes
-
-    def _local_bytes(self, node: fx.Node) -> int:
-        layout = self.layouts.get("tp")
-        sharded = layout is not None and layout.placement[node].is_shard
-        return self._bytes(node, "tp") // (self.plan.degrees.tp if sharded else 1)
 
 
 def _differs(source: fx.Node, have: Placement, wanted: Placement) -> bool:
