@@ -39,6 +39,7 @@ from autopar.cost_model.model_checks import (
     shares_inside,
 )
 from autopar.cost_model.model_prices import ModelPrices
+from autopar.cost_model.pinned_layers import set_apart
 from autopar.cost_model.plan_writer import write_plan
 from autopar.cost_model.setting_price import SettingPrice
 from autopar.cost_model.solver import SolverPolicy
@@ -119,7 +120,7 @@ class Run:
         memory_bytes: float | None = None, prices: ModelPrices | None = None,
     ) -> None:  # fmt: skip
         self.started = time.perf_counter()
-        self.traced, self.cluster, self.train, self.pins = traced, cluster, train, pins
+        self.cluster, self.train, self.pins = cluster, train, pins
         self.spec = spec or SearchSpec()
         self.deadline_s = self.spec.deadline_s
         self.notices: list[str] = []
@@ -127,6 +128,7 @@ class Run:
             raise SpecError("seq_len is not stated", where="train", try_="seq_len=2048")
         check_model(traced, train.seq_len)
         check_pinned_dims(traced, pins)
+        self.traced = traced = set_apart(traced, pins.modules)
         if self.spec.keep is not None:
             check_kept(self.spec.keep, traced)
         self.seq_len = train.seq_len
