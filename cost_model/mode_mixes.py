@@ -194,8 +194,9 @@ def useful_modes(modes: Sequence[LayerMode]) -> list[LayerMode]:
         pairs = [(a.time_s, b.time_s), (a.saved_bytes, b.saved_bytes), (a.transient_bytes, b.transient_bytes)]
         return all(x <= y for x, y in pairs) and (any(x < y for x, y in pairs) or modes.index(a) < modes.index(b))
 
-    # A segment makes "full" cheaper than its own figures say, so nothing but itself is held against it.
-    return [m for m in modes if m.name == "full" or not any(o is not m and beats(o, m) for o in modes)]
+    # A segment makes "full" keep less and work in more than its own figures say: it neither beats nor is beaten.
+    others = [m for m in modes if m.name != "full"]
+    return [m for m in modes if m.name == "full" or not any(o is not m and beats(o, m) for o in others)]
 
 
 def _hull(modes: Sequence[LayerMode]) -> list[LayerMode]:
