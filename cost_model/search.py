@@ -55,6 +55,9 @@ __all__ = ["Candidate", "Run", "SearchResult", "least_evaluation", "search"]
 BATCH_PER_DEVICE = 4
 """Sequences per device when the user states no global batch: enough to fill a short pipeline. Reported."""
 
+_PROVEN = 1 + 1e-6
+"""A step no longer than its bound but for this is optimal."""
+
 _DTYPE_NAMES = {"bf16-mixed": "bf16"}
 
 
@@ -87,6 +90,17 @@ class SearchResult:
     alternatives: tuple[Candidate, ...]
     statistics: Mapping[str, Any]
     notices: tuple[str, ...] = ()
+
+    def bounded_by(self, bound_s: float) -> SearchResult:
+        """Where another search, cut off by its time limit, leaves room for a step of `bound_s`."""
+        step_s, known = float(self.plan.prediction["step_time_s"]), self.statistics
+        if bound_s >= known["bound_s"]:
+            return self
+        proven = step_s <= bound_s * _PROVEN
+        found: dict[str, Any] = {"bound_s": bound_s, "gap": max(0.0, step_s / bound_s - 1)}
+        found["status"] = "incumbent" if known["status"] == "optimal" and not proven else known["status"]
+        plan = self.plan.replace(solver={**self.plan.solver, **found})
+        return replace(self, plan=plan, statistics={**known, **found})
 
 
 def search(
@@ -311,7 +325,7 @@ class Run:
         total = sum(count_settings(p, self.limits, self.pins) for p in self.partitions)
         return {
             "solver": ", ".join(ilps.solvers) or "none needed",
-            "status": "optimal" if best.step_s <= bound * (1 + 1e-6) else incumbent,
+            "status": "optimal" if best.step_s <= bound * _PROVEN else incumbent,
             "variables": ilps.variables,
             "constraints": ilps.constraints,
             "largest_ilp_variables": ilps.largest_variables,
