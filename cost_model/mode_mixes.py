@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 __all__ = [
+    "SAME",
     "LayerClass",
     "LayerMode",
     "Mixes",
@@ -33,6 +34,10 @@ Counts = npt.NDArray[np.int64]
 
 MOST_ROWS = 400_000
 """A stage with more mixes than this (132 layers, four modes) mixes three modes on the hull of time and bytes only."""
+
+
+SAME = 1 + 1e-12
+"""Sums that differ by less are equal but for the order they were added up in."""
 
 
 @dataclass(frozen=True)
@@ -244,9 +249,10 @@ def _recomputed_whole(
 
 
 def _pareto(mixes: Mixes) -> Mixes:
-    """Rows that no other equals or beats in all three, by time."""
+    """Rows that no other equals or beats in all three, by time; of equal ones the first."""
     time_s, kept, transient, choice = mixes.time_s, mixes.kept_bytes, mixes.transient_bytes, mixes.choice
-    order = np.lexsort((transient, kept, time_s))
+    steps = np.rint(time_s / max(float(time_s.max(initial=0.0)) * (SAME - 1), 1e-300))
+    order = np.lexsort((transient, kept, steps))
     time_s, kept, transient, choice = time_s[order], kept[order], transient[order], choice[order]
     keep = np.zeros(len(order), dtype=np.bool_)
     for level in np.unique(transient):
