@@ -37,6 +37,7 @@ from autopar.cost_model.strategy_table import attention_over_sequence, strategy_
 from autopar.errors import InfeasiblePlanError
 from autopar.graph_walks import repeated_for_attention
 from autopar.ir import Segment, TracedModel
+from autopar.mesh import Degrees
 from autopar.placement import Placement, Shard
 
 __all__ = ["ModelPrices"]
@@ -93,6 +94,15 @@ class ModelPrices:
         """The same prices, of which what is not known yet is found by `policy`."""
         other = copy(self)
         other.policy = policy
+        return other
+
+    def in_layout(self, layout: Layout, degrees: Degrees, sequence_sharding: bool, micro_batch: int) -> ModelPrices:
+        """The same blocks where the layout of one partition is given, not found."""
+        other, size = copy(self), Fraction(micro_batch, degrees.cp)
+        other._prices, other._layouts = {}, defaultdict(dict)
+        for block in (self.glue, *self.blocks.values()):
+            own = {node: layout[node] for node in block.nodes if node in layout}
+            other._layouts[block.name, degrees.tp, sequence_sharding][size] = own
         return other
 
     def strategies(self, tp: int) -> Mapping[fx.Node, Sequence[NodeStrategy]]:

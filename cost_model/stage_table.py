@@ -150,9 +150,9 @@ def price_stage(
     problem: PipelineProblem, stage: int, counts: tuple[int, ...], mixes: Mixes | None = None,
     lines: Sequence[Line] | None = None,
 ) -> StagePrice | None:  # fmt: skip
-    """Least-time price of a stage with `counts` layers of each class; None if it does not fit in memory. Of mixes as fast
-    that which takes least memory, then the first: not what rounding makes of them. `mixes` and `lines` are theirs, if
-    known."""
+    """Least-time price of a stage with `counts` layers of each class; None if it does not fit in memory. Of mixes as
+    fast that which takes least memory, then the first: not what rounding makes of them. `mixes` and `lines` are
+    theirs, if known."""
     mixes = stage_mixes(problem, counts) if mixes is None else mixes
     lines = [_line(problem, stage, counts, m) for m in problem.stages[stage].moments] if lines is None else lines
     memory = peak_bytes(lines, mixes.kept_bytes, mixes.transient_bytes)
