@@ -108,4 +108,4 @@ def _add_search(command: argparse.ArgumentParser) -> None:
     command.add_argument("--memory-headroom", type=float, default=0.0, metavar="F", help="fraction of memory kept free")
     command.add_argument("--solver", default="highs", help="highs (default), cbc or heuristic; the others step in")
     command.add_argument("--time-limit", metavar="T", help="after so long (30s, 5m), take the best plan so far")
-    command.add_argument("--keep", metavar="PLAN", help="a plan in use: its choices stay unless others are 1 %% faster")
+    command.add_argument("--keep", metavar="PLAN", help="a plan in use: it stays unless another is 1 %% faster")

@@ -61,7 +61,7 @@ class Pins:
         _check_together(self)
         for pattern, text in self.modules.items():
             _check_placement(pattern, text)
-        ordered = dict(sorted(self.modules.items(), key=lambda item: (_wildcards(item[0]), item[0])))
+        ordered = dict(sorted(self.modules.items(), key=lambda item: (_breadth(item[0]), item[0])))
         object.__setattr__(self, "modules", MappingProxyType(ordered))
 
     # A read-only view neither pickles nor hashes: both go through the texts.
@@ -222,5 +222,7 @@ def _check_placement(pattern: str, text: str) -> None:
         raise SpecError(f"a weight is replicated or sharded, not {text}", where=f"pin {pattern}")
 
 
-def _wildcards(pattern: str) -> int:
-    return sum("*" in part or "-" in part for part in pattern.split("."))
+def _breadth(pattern: str) -> tuple[int, int, int]:
+    """Rises with what a pattern covers: parts left open, of these by `*`; the weights of a module after one of them."""
+    parts = pattern.split(".")
+    return sum("*" in part or "-" in part for part in parts), sum("*" in part for part in parts), -len(parts)

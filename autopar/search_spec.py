@@ -27,8 +27,8 @@ class SearchSpec:
     solver           asked first: "highs" (in process), "cbc" (a process of its own), or "heuristic" (no solver). The
                      others step in where it gives no answer, and the result says so
     time_limit_s     seconds the search may take; then the best plan so far is returned with its gap. None: no limit
-    keep             a plan that is in use: its choices stay (cost_model/kept_plan.py) unless the best plan is faster by
-                     more than the fraction keep_within. For the objective step-time, on equal devices
+    keep             a plan that is in use: it stays (cost_model/kept_plan.py) unless the best plan is faster by more
+                     than the fraction keep_within. For the objective step-time, on equal devices
 
     Raises SpecError if a value is of the wrong type or range.
     """

@@ -2,22 +2,24 @@
 
 The best plan by itself cannot be stable: where two are equally fast, the smallest change of a price turns it over. Nor
 can any rule that does not know what is in use: it has to change somewhere between prices that ask for one and prices
-that ask for the other. So the plan in use is an input (`SearchSpec.keep`). Kept are its degrees, sequence
-sharding, micro-batch, schedule, chunks, ZeRO level and group, and exchange over cp; within them stages, recomputation
-and placements are the best ones.
+that ask for the other. So the plan in use is an input (`SearchSpec.keep`). It is kept to the letter if it still fits
+and is about as fast as the best. If not, its choices may be: degrees, sequence sharding, micro-batch, schedule, chunks,
+ZeRO level and group, and exchange over cp, within which stages, recomputation and placements are the best ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from autopar.cost_model.candidates import Partition, Setting
 from autopar.cost_model.evaluate import Evaluation, Evaluator
+from autopar.cost_model.priced_plan import priced_plan
 from autopar.errors import PlanMismatchError
 from autopar.ir import TracedModel
 from autopar.plan import Plan
 
-__all__ = ["check_kept", "kept_or_best", "setting_of_plan"]
+__all__ = ["check_kept", "kept_as_it_is", "kept_or_best", "setting_of_plan"]
 
 
 def check_kept(plan: Plan, traced: TracedModel) -> None:
@@ -43,8 +45,8 @@ def check_kept(plan: Plan, traced: TracedModel) -> None:
 def kept_or_best(
     best: Evaluation, plan: Plan, setting: Setting | None, evaluator: Evaluator, within: float
 ) -> tuple[Evaluation, str]:
-    """(what is chosen, a notice why). `setting` is that of `plan`, None if it is not in the space; `within` is the
-    fraction of the best step time that a change has to pay more than."""
+    """(what is chosen, a notice why), where the plan does not stay as it is. `setting` is that of `plan`, None if it is
+    not in the space; `within` is the fraction of the best step time that a change has to pay more than."""
     if setting == best.setting:
         return best, "the plan to keep has the choices of the best one"
     text = _text(plan)
@@ -56,7 +58,31 @@ def kept_or_best(
     slower = found.step_s / best.step_s - 1
     if slower > within:
         return best, f"the plan to keep ({text}) would take {slower:.2%} longer than this one"
-    return evaluator.proven(found), f"the plan to keep is kept: the best is {slower:.2%} faster, at most {within:.2%}"
+    return evaluator.proven(found), f"the choices of the plan to keep are kept: {_what_it_costs(slower, within)}"
+
+
+def kept_as_it_is(
+    best: Evaluation, plan: Plan, setting: Setting, evaluator: Evaluator, write: Callable[[Evaluation], Plan],
+    within: float,
+) -> tuple[Evaluation, str] | None:  # fmt: skip
+    """The plan to the letter, and a notice, if it is about as fast as the best. None if it is not, no longer fits, or
+    `write` would not write it so (one that a person has changed). `evaluator` has its layout."""
+    found = priced_plan(plan, setting, evaluator)
+    if found is None or found.step_s > best.step_s * (1 + within) or not _same(write(found), plan):
+        return None
+    slower = found.step_s / best.step_s - 1
+    cost = "it is the best one" if slower < 1e-9 else _what_it_costs(slower, within)
+    return found, f"the plan to keep is kept: {cost}"
+
+
+def _what_it_costs(slower: float, within: float) -> str:
+    return f"the best is {max(0.0, slower):.2%} faster, at most {within:.2%}"
+
+
+def _same(first: Plan, second: Plan) -> bool:
+    """Whether they run the same."""
+    apart: dict[str, Any] = {"prediction": {}, "solver": {}, "fingerprints": {}}
+    return first.replace(**apart) == second.replace(**apart)
 
 
 def setting_of_plan(

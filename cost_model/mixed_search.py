@@ -55,9 +55,11 @@ def _faster(mixed: SearchResult | None, equal: SearchResult | None, cluster: Clu
         step = "no plan" if found is None else f"{found.plan.prediction['step_time_s']:.4g} s a step ({_text(found)})"
         texts.append(f"{name}: {step}")
     note = f"unequal groups joined by {cluster.links[-1].name}: {'; '.join(texts)}"
+    bound_s = min(float(found.statistics["bound_s"]) for found in (mixed, equal) if found is not None)
     if mixed is not None and (equal is None or _step_s(mixed) <= _step_s(equal) * (1 + 1e-9)):
-        return replace(mixed, notices=(*mixed.notices, note))
+        return replace(mixed.bounded_by(bound_s), notices=(*mixed.notices, note))
     assert equal is not None
+    equal = equal.bounded_by(bound_s)
     prints = {**equal.plan.fingerprints, "cluster": cluster.fingerprint}
     plan = equal.plan.replace(groups=rank_ranges(cluster), fingerprints=prints)
     return replace(equal, plan=plan, notices=(*equal.notices, note))

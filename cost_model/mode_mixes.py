@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 __all__ = [
+    "SAME",
     "LayerClass",
     "LayerMode",
     "Mixes",
@@ -33,6 +34,10 @@ Counts = npt.NDArray[np.int64]
 
 MOST_ROWS = 400_000
 """A stage with more mixes than this (132 layers, four modes) mixes three modes on the hull of time and bytes only."""
+
+
+SAME = 1 + 1e-12
+"""Sums that differ by less are equal but for the order they were added up in."""
 
 
 @dataclass(frozen=True)
@@ -194,8 +199,9 @@ def useful_modes(modes: Sequence[LayerMode]) -> list[LayerMode]:
         pairs = [(a.time_s, b.time_s), (a.saved_bytes, b.saved_bytes), (a.transient_bytes, b.transient_bytes)]
         return all(x <= y for x, y in pairs) and (any(x < y for x, y in pairs) or modes.index(a) < modes.index(b))
 
-    # A segment makes "full" cheaper than its own figures say, so nothing but itself is held against it.
-    return [m for m in modes if m.name == "full" or not any(o is not m and beats(o, m) for o in modes)]
+    # A segment makes "full" keep less and work in more than its own figures say: it neither beats nor is beaten.
+    others = [m for m in modes if m.name != "full"]
+    return [m for m in modes if m.name == "full" or not any(o is not m and beats(o, m) for o in others)]
 
 
 def _hull(modes: Sequence[LayerMode]) -> list[LayerMode]:
@@ -243,9 +249,10 @@ def _recomputed_whole(
 
 
 def _pareto(mixes: Mixes) -> Mixes:
-    """Rows that no other equals or beats in all three, by time."""
+    """Rows that no other equals or beats in all three, by time; of equal ones the first."""
     time_s, kept, transient, choice = mixes.time_s, mixes.kept_bytes, mixes.transient_bytes, mixes.choice
-    order = np.lexsort((transient, kept, time_s))
+    steps = np.rint(time_s / max(float(time_s.max(initial=0.0)) * (SAME - 1), 1e-300))
+    order = np.lexsort((transient, kept, steps))
     time_s, kept, transient, choice = time_s[order], kept[order], transient[order], choice[order]
     keep = np.zeros(len(order), dtype=np.bool_)
     for level in np.unique(transient):

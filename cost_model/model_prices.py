@@ -28,6 +28,7 @@ from autopar.cost_model.comm_cost import GroupCost
 from autopar.cost_model.compute import Machine
 from autopar.cost_model.memory import LayerBytes
 from autopar.cost_model.op_facts import ElementSizes
+from autopar.cost_model.pinned_layers import pinned_parameters
 from autopar.cost_model.run_layout import Unit
 from autopar.cost_model.run_price import attention_over_context
 from autopar.cost_model.sharding_rules import LOSSES
@@ -36,8 +37,8 @@ from autopar.cost_model.strategy_table import attention_over_sequence, strategy_
 from autopar.errors import InfeasiblePlanError
 from autopar.graph_walks import repeated_for_attention
 from autopar.ir import Segment, TracedModel
-from autopar.placement import Placement, Shard, parse_placement
-from autopar.plan import match_path
+from autopar.mesh import Degrees
+from autopar.placement import Placement, Shard
 
 __all__ = ["ModelPrices"]
 
@@ -75,7 +76,7 @@ class ModelPrices:
         self._formulas = {
             block.name: BlockFormulas(traced, block.nodes, sizes) for block in (*self.blocks.values(), self.glue)
         }
-        self._pins = _pinned_parameters(traced, module_pins)
+        self._pins = pinned_parameters(traced, module_pins)
         self._tables: dict[int, Mapping[fx.Node, Sequence[NodeStrategy]]] = {}
         self._measures: dict[tuple[str, int, int], BlockMeasures] = {}
         self._layouts: dict[tuple[str, int, bool], dict[Fraction, Layout]] = defaultdict(dict)
@@ -93,6 +94,15 @@ class ModelPrices:
         """The same prices, of which what is not known yet is found by `policy`."""
         other = copy(self)
         other.policy = policy
+        return other
+
+    def in_layout(self, layout: Layout, degrees: Degrees, sequence_sharding: bool, micro_batch: int) -> ModelPrices:
+        """The same blocks where the layout of one partition is given, not found."""
+        other, size = copy(self), Fraction(micro_batch, degrees.cp)
+        other._prices, other._layouts = {}, defaultdict(dict)
+        for block in (self.glue, *self.blocks.values()):
+            own = {node: layout[node] for node in block.nodes if node in layout}
+            other._layouts[block.name, degrees.tp, sequence_sharding][size] = own
         return other
 
     def strategies(self, tp: int) -> Mapping[fx.Node, Sequence[NodeStrategy]]:
@@ -337,23 +347,3 @@ def _heads_of(attention: fx.Node, argument: int) -> int:
 
 def _positions(traced: TracedModel) -> dict[fx.Node, int]:
     return {node: i for i, node in enumerate(traced.graph_module.graph.nodes)}
-
-
-def _pinned_parameters(traced: TracedModel, pins: Mapping[str, str]) -> dict[fx.Node, Placement]:
-    """Placements that module pins set: a pattern names a parameter, or a module and then its weights of 2 dims."""
-    fixed: dict[fx.Node, Placement] = {}
-    for pattern, text in pins.items():
-        hit = False
-        for node in traced.graph_module.graph.nodes:
-            if node.op != "get_attr" or str(node.target) not in traced.parameters:
-                continue
-            name = str(node.target)
-            whole = match_path(pattern, name)
-            if whole or (len(node.meta["shape"]) >= 2 and match_path(pattern, name.rpartition(".")[0])):
-                fixed[node], hit = parse_placement(text), True
-        if not hit:
-            raise InfeasiblePlanError(
-                "the pin names no parameter and no module with a weight", where=f"pin {pattern}={text}",
-                try_="a pattern such as model.layers.*.mlp.down_proj",
-            )  # fmt: skip
-    return fixed

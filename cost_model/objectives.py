@@ -83,8 +83,10 @@ def _cheapest(
         raise last
     best = min(found, key=lambda n: (float(f"{_device_s(n, found[n]):.9e}"), -n))
     costs = ", ".join(f"{n}: {found[n].plan.prediction['cost_per_million_tokens']:.3g}" for n in found)
+    least = min(n * float(result.statistics["bound_s"]) for n, result in found.items())
+    chosen = found[best].bounded_by(least / best)
     note = f"objective cost: {best} of {cluster.num_devices} devices; money per million tokens by devices: {costs}"
-    return replace(found[best], notices=(*found[best].notices, note))
+    return replace(chosen, notices=(*chosen.notices, note))
 
 
 def _device_s(count: int, result: SearchResult) -> float:

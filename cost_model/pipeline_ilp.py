@@ -24,6 +24,7 @@ dropped, which leaves few. The ILP then proves the cut: another answer, or anoth
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -112,8 +113,8 @@ def prove_table(table: StageTable, found: PipelineSolution, *, policy: SolverPol
         raise AssertionError("the pipeline ILP lost the cut that proves it feasible")
     chosen = sorted((columns[k] for k, x in enumerate(picks) if answer.values[x] > 0.5), key=lambda c: c.stage)
     _check(problem, chosen, answer.objective / _MS)
-    tolerance_s = 1e-6 * found.step_s + 1e-9
-    assert answer.objective / _MS >= found.step_s - tolerance_s, (answer.objective / _MS, found.step_s)
+    least_s, most_s, tolerance_s = answer.bound / _MS, answer.objective / _MS, 1e-6 * found.step_s + 1e-9
+    assert least_s - tolerance_s <= found.step_s <= most_s + tolerance_s, (least_s, found.step_s, most_s)
     return solved
 
 
@@ -256,6 +257,8 @@ def _check(problem: PipelineProblem, chosen: list[_Column], claimed_s: float) ->
     """Re-check the solver's answer: every stage once, all layers covered, memory kept, objective as claimed."""
     assert [c.stage for c in chosen] == list(range(len(problem.stages))), "not one run per stage"
     assert sum(c.j - c.i for c in chosen) == len(problem.layers), "layers lost or repeated"
+    joined = problem.is_uniform or all(a.j == b.i for a, b in itertools.pairwise(chosen))
+    assert joined, "a stage does not start where the one before ends"
     assert all(c.price.memory_bytes <= problem.memory_bytes for c in chosen), "a stage does not fit"
     actual = step_time([c.price for c in chosen], problem.micro_batches, problem.virtual_stages)
     assert abs(actual - claimed_s) <= 1e-6 * max(actual, 1e-9) + 1e-9, (claimed_s, actual)

@@ -27,7 +27,7 @@ from autopar.cost_model.compute import Machine
 from autopar.cost_model.evaluate import Evaluation, Evaluator
 from autopar.cost_model.explain import across_slow_link, reason_it_loses
 from autopar.cost_model.infeasible import Shortage, explain_shortage
-from autopar.cost_model.kept_plan import check_kept, kept_or_best, setting_of_plan
+from autopar.cost_model.kept_plan import check_kept, kept_as_it_is, kept_or_best, setting_of_plan
 from autopar.cost_model.largest_tensors import largest_kept
 from autopar.cost_model.least_memory import least_memory
 from autopar.cost_model.memory import COMPUTE_DTYPES, recipe
@@ -39,10 +39,12 @@ from autopar.cost_model.model_checks import (
     shares_inside,
 )
 from autopar.cost_model.model_prices import ModelPrices
+from autopar.cost_model.pinned_layers import pinned_parameters, set_apart
 from autopar.cost_model.plan_writer import write_plan
+from autopar.cost_model.priced_plan import laid_out
 from autopar.cost_model.setting_price import SettingPrice
 from autopar.cost_model.solver import SolverPolicy
-from autopar.errors import InfeasiblePlanError, SpecError
+from autopar.errors import InfeasiblePlanError, PlanMismatchError, SpecError
 from autopar.ir import TracedModel
 from autopar.mesh import Degrees
 from autopar.plan import Plan
@@ -53,6 +55,9 @@ __all__ = ["Candidate", "Run", "SearchResult", "least_evaluation", "search"]
 
 BATCH_PER_DEVICE = 4
 """Sequences per device when the user states no global batch: enough to fill a short pipeline. Reported."""
+
+_PROVEN = 1 + 1e-6
+"""A step no longer than its bound but for this is optimal."""
 
 _DTYPE_NAMES = {"bf16-mixed": "bf16"}
 
@@ -87,6 +92,17 @@ class SearchResult:
     statistics: Mapping[str, Any]
     notices: tuple[str, ...] = ()
 
+    def bounded_by(self, bound_s: float) -> SearchResult:
+        """Where another search, cut off by its time limit, leaves room for a step of `bound_s`."""
+        step_s, known = float(self.plan.prediction["step_time_s"]), self.statistics
+        if bound_s >= known["bound_s"]:
+            return self
+        proven = step_s <= bound_s * _PROVEN
+        found: dict[str, Any] = {"bound_s": bound_s, "gap": max(0.0, step_s / bound_s - 1)}
+        found["status"] = "incumbent" if known["status"] == "optimal" and not proven else known["status"]
+        plan = self.plan.replace(solver={**self.plan.solver, **found})
+        return replace(self, plan=plan, statistics={**known, **found})
+
 
 def search(
     traced: TracedModel, cluster: ClusterSpec, train: TrainSpec, pins: Pins | None = None,
@@ -119,7 +135,7 @@ class Run:
         memory_bytes: float | None = None, prices: ModelPrices | None = None,
     ) -> None:  # fmt: skip
         self.started = time.perf_counter()
-        self.traced, self.cluster, self.train, self.pins = traced, cluster, train, pins
+        self.cluster, self.train, self.pins = cluster, train, pins
         self.spec = spec or SearchSpec()
         self.deadline_s = self.spec.deadline_s
         self.notices: list[str] = []
@@ -127,6 +143,7 @@ class Run:
             raise SpecError("seq_len is not stated", where="train", try_="seq_len=2048")
         check_model(traced, train.seq_len)
         check_pinned_dims(traced, pins)
+        self.traced = traced = set_apart(traced, pins.modules)
         if self.spec.keep is not None:
             check_kept(self.spec.keep, traced)
         self.seq_len = train.seq_len
@@ -153,7 +170,7 @@ class Run:
         # Under mixed precision the runtime adds 16-bit gradients to fp32 ones of the masters (runtime/precision.py).
         gradients = "fp32" if self.precision == "bf16-mixed" else cluster.stack.gradient_dtype
         self.held = recipe(self.precision, train.optimizer, gradients)
-        self.evaluator = self._evaluator(self.memory_bytes)
+        self.evaluator = self.chosen_in = self._evaluator(self.memory_bytes)
         bounds = {p: self.evaluator.analytic_bound_s(p) for p in self.partitions}
         self.bounds = {p: bound_s for p, bound_s in bounds.items() if bound_s < math.inf}
         self.space = BranchAndBound(self.evaluator, self.bounds, self.groups, self.deadline_s)
@@ -184,7 +201,7 @@ class Run:
         """Raises InfeasiblePlanError."""
         fastest = self.best()
         best = self.kept_or(fastest)
-        plan = self.plan_of(best, self.evaluator.price(best.setting))
+        plan = self.plan_of(best, self.chosen_in.price(best.setting))
         alternatives = tuple(self.candidate(e, best) for e in self.space.alternatives(best))
         statistics = self.statistics(best, fastest)
         kept = ("solver", "status", "bound_s", "gap", "candidates", "pruned")
@@ -208,14 +225,30 @@ class Run:
         if plan is None:
             return best
         setting = setting_of_plan(plan, self.partitions, self.settings)
-        found, notice = kept_or_best(best, plan, setting, self.evaluator, self.spec.keep_within)
+        found = None if setting is None else self._kept_as_it_is(plan, setting, best)
+        kept, notice = found or kept_or_best(best, plan, setting, self.evaluator, self.spec.keep_within)
         self.notices.append(notice)
+        return kept
+
+    def _kept_as_it_is(self, plan: Plan, setting: Setting, best: Evaluation) -> tuple[Evaluation, str] | None:
+        try:
+            own = self._evaluator(self.memory_bytes, laid_out(self.prices, self.traced, plan))
+        except PlanMismatchError:
+            return None
+        if plan.degrees.tp > 1 and any(
+            plan.parameter_placement(str(node.target)) != str(placement)
+            for node, placement in pinned_parameters(self.traced, self.pins.modules).items()
+        ):
+            return None
+        found = kept_as_it_is(best, plan, setting, own, lambda e: self.plan_of(e, own.price(setting)),
+                              self.spec.keep_within)  # fmt: skip
+        self.chosen_in = self.evaluator if found is None else own
         return found
 
-    def _evaluator(self, memory_bytes: float) -> Evaluator:
+    def _evaluator(self, memory_bytes: float, prices: ModelPrices | None = None) -> Evaluator:
         device = replace(self.cluster.device, memory_bytes=math.floor(memory_bytes))
-        return Evaluator(self.prices, replace(self.cluster, device=device), self.held, self.partitions, self.pins,
-                         self.limits.splits_backward)  # fmt: skip
+        return Evaluator(prices or self.prices, replace(self.cluster, device=device), self.held, self.partitions,
+                         self.pins, self.limits.splits_backward)  # fmt: skip
 
     def least(self) -> tuple[Evaluation, float]:
         """The setting that needs least memory, and what none needs less than."""
@@ -271,7 +304,7 @@ class Run:
             "time_s": dict(best.time_s),
             "peak_memory_bytes": [dict(stage) for stage in best.memory],
             "slowest_stage": best.slowest_stage,
-            "largest_activations": largest_kept(self.prices, self.evaluator.price(best.setting)),
+            "largest_activations": largest_kept(self.prices, self.chosen_in.price(best.setting)),
         }
 
     def model_flops(self, partition: Partition) -> float:
@@ -309,7 +342,7 @@ class Run:
         total = count_settings(self.partitions, self.limits, self.pins)
         return {
             "solver": ", ".join(ilps.solvers) or "none needed",
-            "status": "optimal" if best.step_s <= bound * (1 + 1e-6) else incumbent,
+            "status": "optimal" if best.step_s <= bound * _PROVEN else incumbent,
             "variables": ilps.variables,
             "constraints": ilps.constraints,
             "largest_ilp_variables": ilps.largest_variables,

@@ -63,10 +63,11 @@ class Solution:
 def solve(model: Model, *, policy: SolverPolicy | None = None) -> Solution:
     """Solve to proven optimality, or to the best incumbent within the time limit, checked against every constraint.
 
-    Raises SolverError if an answer breaks a constraint, or is better than what the same solver calls impossible.
+    Raises SolverError if an answer breaks a constraint, or is better than what the same solver calls impossible. That
+    there is none cannot be checked by itself: the other solver is asked too, and what it finds is an error.
     """
     policy = policy or SolverPolicy()
-    started, notes = time.perf_counter(), []
+    started, notes, refused = time.perf_counter(), list[str](), ""
     for name in policy.order:
         try:
             answer = BACKENDS[name](model, policy.left_s())
@@ -75,9 +76,12 @@ def solve(model: Model, *, policy: SolverPolicy | None = None) -> Solution:
             continue
         elapsed = time.perf_counter() - started
         if answer.status == "infeasible":
-            return Solution("infeasible", math.inf, math.inf, (), name, elapsed, tuple(notes))
+            refused = refused or name
+            continue
         values = _rounded(model, answer.values)
         objective = check_answer(model, values, name)
+        if refused:
+            raise SolverError(f"{refused} finds no answer possible, {name} has one", where=model.name)
         bound = objective if answer.status == "optimal" else max(answer.bound, simple_bound(model))
         if bound > objective + TOLERANCE * max(1.0, abs(objective)):
             raise SolverError(
@@ -85,6 +89,8 @@ def solve(model: Model, *, policy: SolverPolicy | None = None) -> Solution:
             )
         return Solution(answer.status, objective, min(bound, objective), values, name, elapsed, tuple(notes))
     elapsed = time.perf_counter() - started
+    if refused:
+        return Solution("infeasible", math.inf, math.inf, (), refused, elapsed, tuple(notes))
     return Solution("no answer", math.inf, simple_bound(model), (), "heuristic", elapsed, tuple(notes))
 
 

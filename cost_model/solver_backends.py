@@ -28,6 +28,8 @@ __all__ = ["BACKENDS", "cbc_path"]
 _CBC_GRACE_S = 5.0
 """What CBC may take to start, read and write beside its own time limit."""
 
+_CBC_ROUNDING = 5e-4
+
 _SENSE = {"==": pulp.LpConstraintEQ, "<=": pulp.LpConstraintLE, ">=": pulp.LpConstraintGE}
 
 
@@ -41,18 +43,18 @@ def run_highs(model: Model, time_limit_s: float) -> Answer:
     try:
         with _silent_stdout():
             problem.solve(solver)
-    except (pulp.PulpError, OSError, RuntimeError, ValueError) as error:
-        raise NoAnswer(" ".join(str(error).split())[:200] or type(error).__name__) from error
+    except Exception as error:  # a library of another make: whatever it raises is its crash
+        raise NoAnswer(" ".join([type(error).__name__, *str(error).split()])[:200]) from error
     status = problem.sol_status
     if status == pulp.LpSolutionInfeasible:
         return Answer("infeasible")
     if status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
         raise NoAnswer(f"nothing found within {time_limit_s:.3g} s")
     idle = model.idle_columns()
-    values = tuple(
-        model.lows[i] if i in idle else math.nan if v.varValue is None else float(v.varValue)
-        for i, v in enumerate(variables)
-    )
+    found = [model.lows[i] if i in idle else v.varValue for i, v in enumerate(variables)]
+    values = tuple(float(value) for value in found if value is not None)
+    if len(values) != len(found):
+        raise NoAnswer(f"its solution holds {len(values)} of {len(found)} columns")
     if status == pulp.LpSolutionOptimal:
         return Answer("optimal", values)
     # PuLP's HiGHS leaves the constant of the objective out
@@ -123,8 +125,8 @@ def _read_cbc(text: str, columns: Mapping[str, int], log: str, model: Model) -> 
     if proven:
         return Answer("optimal", ordered)
     bound = re.search(r"^Lower bound:\s+(\S+)", log, re.MULTILINE)
-    # the log leaves the constant of the objective out, as the MPS file does
-    return Answer("incumbent", ordered, float(bound[1]) + model.constant if bound else -math.inf)
+    # the log leaves the constant of the objective out, as the MPS file does, and rounds to three places
+    return Answer("incumbent", ordered, float(bound[1]) - _CBC_ROUNDING + model.constant if bound else -math.inf)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,16 @@ import numpy.typing as npt
 
 from autopar.cost_model.byte_prices import byte_prices, freed_s, useful_bytes
 from autopar.cost_model.held_lines import Line, outermost, peak_bytes, room_bytes
-from autopar.cost_model.mode_mixes import LayerClass, LayerMode, Mixes, class_mixes, leanest, merged, prefix_mixes
+from autopar.cost_model.mode_mixes import (
+    SAME,
+    LayerClass,
+    LayerMode,
+    Mixes,
+    class_mixes,
+    leanest,
+    merged,
+    prefix_mixes,
+)
 from autopar.cost_model.stage_runs import stage_runs
 from autopar.cost_model.tight_mixes import tight_mixes
 
@@ -141,16 +150,17 @@ def price_stage(
     problem: PipelineProblem, stage: int, counts: tuple[int, ...], mixes: Mixes | None = None,
     lines: Sequence[Line] | None = None,
 ) -> StagePrice | None:  # fmt: skip
-    """Least-time price of a stage with `counts` layers of each class; None if it does not fit in memory. `mixes` and
-    `lines` are theirs, if known."""
+    """Least-time price of a stage with `counts` layers of each class; None if it does not fit in memory. Of mixes as
+    fast that which takes least memory, then the first: not what rounding makes of them. `mixes` and `lines` are
+    theirs, if known."""
     mixes = stage_mixes(problem, counts) if mixes is None else mixes
     lines = [_line(problem, stage, counts, m) for m in problem.stages[stage].moments] if lines is None else lines
     memory = peak_bytes(lines, mixes.kept_bytes, mixes.transient_bytes)
     fits = memory <= problem.memory_bytes
     if not fits.any():
         return None
-    fastest = np.flatnonzero(fits & (mixes.time_s == mixes.time_s.min(where=fits, initial=np.inf)))
-    row = int(fastest[memory[fastest].argmin()])
+    fastest = fits & (mixes.time_s <= mixes.time_s.min(where=fits, initial=np.inf) * SAME)
+    row = int(np.flatnonzero(fastest & (memory <= memory.min(where=fastest, initial=np.inf) * SAME))[0])
     own = problem.stages[stage]
     time_s = own.time_s + float(mixes.time_s[row])
     put_off_s = own.put_off_s + sum(n * c.put_off_s for n, c in zip(counts, problem.classes, strict=True))

@@ -25,7 +25,7 @@ def tight_mixes(layer: LayerClass, count: int, segment: int, chunks: int, room: 
     if len(useful) < 3 or len(traded) < 2:
         return None
     fast, lean = min(traded, key=lambda m: m.time_s), min(traded, key=lambda m: m.saved_bytes)
-    if fast is lean:
+    if fast.saved_bytes <= lean.saved_bytes:
         return None
     rest = [layer.modes.index(mode) for mode in useful if mode not in (fast, lean)]
     parts = compositions(count, len(rest) + 1)
@@ -36,7 +36,8 @@ def tight_mixes(layer: LayerClass, count: int, segment: int, chunks: int, room: 
     missing = fixed.kept_bytes + left * fast.saved_bytes - room(working)
     fewest = np.ceil(missing / (fast.saved_bytes - lean.saved_bytes))
     found = []
-    for in_lean in (0 * left, left, *(np.clip(fewest + more, 0, left).astype(np.int64) for more in (-1, 0, 1))):
+    # all in the fast mode may fit where the lean one's working set does not; all in the lean one is among the clipped
+    for in_lean in (0 * left, *(np.clip(fewest + more, 0, left).astype(np.int64) for more in (-1, 0, 1))):
         choice[:, layer.modes.index(fast)], choice[:, layer.modes.index(lean)] = left - in_lean, in_lean
         found.append(choice.copy())
     return mixes_of(layer, np.concatenate(found), segment, chunks)

@@ -118,7 +118,7 @@ def test_what_is_much_slower_or_impossible_is_given_up(traced: TracedModel) -> N
     slow = search(traced, linked(1e9), TRAIN, replace(PINS, pp=2, microbatch=1, schedule="1f1b")).plan
     free, whole = PINS, replace(PINS, pp=1)
     for keep, pins, said in ((slow, free, "longer than this one"), (slow, whole, "is not possible"),
-                             (best, free, "has the choices of the best")):  # fmt: skip
+                             (best, free, "it is the best one")):  # fmt: skip
         result = search(traced, linked(1e9), TRAIN, pins, SearchSpec(keep=keep))
         assert pins is whole or choices(result.plan) == choices(best)
         assert result.statistics["status"] == "optimal"
@@ -136,6 +136,34 @@ def test_the_fraction_that_is_stated_decides(traced: TracedModel) -> None:
     for factor, kept in ((1.001, slow), (0.999, best)):
         found = search(traced, linked(1e9), TRAIN, PINS, SearchSpec(keep=slow, keep_within=slower * factor)).plan
         assert choices(found) == choices(kept)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_plan_in_use_stays_to_the_letter(traced: TracedModel, tp: int) -> None:
+    """Memory that leaves room for one layer less recomputed changes the best plan, not by what a change has to pay."""
+    pins = Pins(tp=tp, dp=4 // tp, microbatch=4, zero=0)
+
+    def with_room(nbytes: float) -> ClusterSpec:
+        device = replace(linked(1e9).device, memory_bytes=int(nbytes), reserved_bytes=0)
+        return replace(linked(1e9), device=device)
+
+    (stage,) = search(traced, with_room(1 << 30), TRAIN, pins).plan.prediction["peak_memory_bytes"]
+    little, more = (with_room(stage["total"] * share) for share in (0.9, 0.97))
+    before = search(traced, little, TRAIN, pins).plan
+    after = search(traced, more, TRAIN, pins).plan
+    assert letters(after) != letters(before)
+    kept = search(traced, more, TRAIN, pins, SearchSpec(keep=before, keep_within=0.2))
+    assert letters(kept.plan) == letters(before)
+    assert kept.plan.prediction["step_time_s"] == pytest.approx(before.prediction["step_time_s"], rel=1e-9)
+    assert kept.plan.prediction["peak_memory_bytes"] == before.prediction["peak_memory_bytes"]
+    assert kept.statistics["status"] == "kept"
+    moved = SearchSpec(keep=before, keep_within=kept.statistics["gap"] / 2)
+    assert letters(search(traced, more, TRAIN, pins, moved).plan) == letters(after)
+
+
+def letters(plan: Plan) -> str:
+    """All that runs, whatever the cluster."""
+    return plan.replace(fingerprints={}).fingerprint
 
 
 def test_keeping_is_by_step_time_on_equal_devices(traced: TracedModel) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
+from autopar.cost_model import objectives
 from autopar.cost_model.least_memory import least_memory
 from autopar.cost_model.objectives import search_for
-from autopar.cost_model.search import Run, search
+from autopar.cost_model.search import Run, SearchResult, search
 from autopar.errors import InfeasiblePlanError, SpecError
 from autopar.hardware import preset
 from autopar.ir import TracedModel
@@ -66,6 +68,25 @@ def test_objective_cost_takes_as_many_devices_as_pay(gpt: TracedModel) -> None:
     expected = best * each[best] / 3600 * 2.0 / tokens * 1e6
     assert result.plan.prediction["cost_per_million_tokens"] == pytest.approx(expected)
     assert f"{best} of 4 devices" in result.notices[-1]
+
+
+def test_what_a_search_of_other_devices_left_open_is_a_gap(gpt: TracedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the time limit ended the search over two devices, the cheapest of which could be half the best found."""
+    whole, found = objectives.search, dict[int, SearchResult]()
+
+    def cut_off(traced: TracedModel, cluster: ClusterSpec, *rest: Any) -> SearchResult:
+        n, result = cluster.num_devices, whole(traced, cluster, *rest)
+        if n == 2:
+            bound_s = found[1].plan.prediction["step_time_s"] / 4
+            result = replace(result, statistics={**result.statistics, "bound_s": bound_s})
+        return found.setdefault(n, result)
+
+    monkeypatch.setattr(objectives, "search", cut_off)
+    result = search_for(gpt, local(4, price=2.0), TRAIN, spec=SearchSpec(objective="cost"))
+    assert (result.plan.degrees.world_size, result.statistics["status"]) == (1, "incumbent")
+    assert result.statistics["gap"] == result.plan.solver["gap"] == pytest.approx(1.0)
+    assert result.plan.solver["status"] == "incumbent"
+    assert found[1].statistics["status"] == "optimal"
 
 
 def test_cost_needs_a_price_and_a_batch(gpt: TracedModel) -> None:

@@ -214,9 +214,10 @@ def test_ranks_between_the_ends_hold_as_many_layers_or_the_earlier_ones_one_more
 
 
 def test_of_many_layers_the_mixes_that_fill_memory_are_enough() -> None:
-    """A table lists these only, and moments on the hull only; `price_stage` lists all."""
+    """A table lists these only, and moments on the hull only; `price_stage` lists all. In the last two seeds the
+    fast mode alone fits, where the lean one's working set would not."""
     mixed = 0
-    for seed in range(30):
+    for seed in (*range(30), 53, 60):
         rng, drawn = random.Random(seed), random_problem(seed)
         layers = rng.randint(15, 20)
         fast = LayerMode("none", 1.0, rng.uniform(1, 2), rng.choice([0.5, 12.0]))
@@ -235,6 +236,18 @@ def test_of_many_layers_the_mixes_that_fill_memory_are_enough() -> None:
                     assert here.memory_bytes == pytest.approx(there.memory_bytes, rel=1e-12), seed
                     mixed += sum(counts) >= 13 and sum(n > 0 for n in here.modes[0]) > 1
     assert mixed > 30
+
+
+@pytest.mark.parametrize("count", [3, 14])
+def test_a_segment_may_make_a_slower_mode_worth_it(count: int) -> None:
+    """By its own figures "full" beats "selective-ops"; a segment of two, as one layer more would be, does not fit."""
+    modes = (LayerMode("none", 1.0, 4.0), LayerMode("selective-ops", 1.2, 0.4, 1.0), LayerMode("full", 1.1, 0.3, 1.0))
+    problem = PipelineProblem((0,) * count, (LayerClass(modes, 0.0, 0.0, 4.0),), (StageCost(),), 1, 0.0, segment=count)
+    lean = LayerClass(modes[1:2], 0.0, 0.0, 4.0)
+    needed, _ = StageTable(replace(problem, classes=(lean,))).memory_needed()
+    found = solved(replace(problem, memory_bytes=needed - 0.05))
+    assert found is not None
+    assert found.stages[0].modes == ((0, count - 1, 1),)
 
 
 def test_memory_needed_is_the_border_of_feasibility() -> None:

@@ -179,6 +179,20 @@ def test_module_pin_decides_the_weight(llama: TracedModel) -> None:
     assert (free.parameter_placement(path), pinned.parameter_placement(path)) == ("S(1)", "R")
 
 
+def test_a_pin_of_one_layer_is_of_that_layer_alone(llama: TracedModel) -> None:
+    """Equal layers are set apart by it; where several pins name a weight the most specific one places it."""
+    one, rest, every = (f"model.layers.{layers}.mlp.down_proj" for layers in ("1", "2-3", "*"))
+    for modules, replicated in (
+        ({one: "replicate"}, [1]),
+        ({every: "replicate", rest: "shard(1)"}, [0, 1]),
+        ({f"{every}.weight": "replicate", every: "shard(1)", one: "shard(1)"}, [0, 2, 3]),
+    ):
+        plan = search(llama, preset("local", 4), TRAIN, Pins(tp=2, modules=modules)).plan
+        placed = [plan.parameter_placement(f"{s.path}.mlp.down_proj.weight") for s in llama.layers]
+        assert placed == ["R" if i in replicated else "S(1)" for i in range(4)], modules
+        assert propagate(llama, plan).strategy
+
+
 @pytest.mark.parametrize(
     ("pins", "text"),
     [
