@@ -56,6 +56,12 @@ BATCH_PER_DEVICE = 4
 
 _DTYPE_NAMES = {"bf16-mixed": "bf16"}
 
+_PROVEN = 1e-6
+"""A gap that is rounding."""
+
+_OF_PLAN = ("solver", "status", "bound_s", "gap", "candidates", "pruned")
+"""What a plan says of the search."""
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -86,6 +92,17 @@ class SearchResult:
     alternatives: tuple[Candidate, ...]
     statistics: Mapping[str, Any]
     notices: tuple[str, ...] = ()
+
+    def with_statistics(self, **changed: Any) -> SearchResult:
+        """Also in what the plan says of them."""
+        statistics = {**self.statistics, **changed}
+        return replace(self, statistics=statistics, plan=self.plan.replace(solver={k: statistics[k] for k in _OF_PLAN}))
+
+    def against(self, bound_s: float) -> SearchResult:
+        """Where a step may be as short as `bound_s`, other searches included."""
+        gap = max(0.0, float(self.plan.prediction["step_time_s"]) / bound_s - 1)
+        status = self.statistics["status"] if gap <= _PROVEN else "incumbent"
+        return self.with_statistics(bound_s=bound_s, gap=gap, status=status)
 
 
 def search(
@@ -187,8 +204,7 @@ class Run:
         plan = self.plan_of(best, self.evaluator.price(best.setting))
         alternatives = tuple(self.candidate(e, best) for e in self.space.alternatives(best))
         statistics = self.statistics(best, fastest)
-        kept = ("solver", "status", "bound_s", "gap", "candidates", "pruned")
-        plan = plan.replace(solver={name: statistics[name] for name in kept}, prediction=self.prediction(best))
+        plan = plan.replace(solver={name: statistics[name] for name in _OF_PLAN}, prediction=self.prediction(best))
         slow_link = across_slow_link(self.cluster, self.space.best_of_layout.values(), self.space.proven_s)
         without_effect = pins_without_effect(self.pins, plan.degrees.tp, plan.degrees.pp)
         notices = (*self.notices, *self.prices.counts.notes, *without_effect, *([slow_link] if slow_link else ()))
@@ -309,7 +325,7 @@ class Run:
         total = count_settings(self.partitions, self.limits, self.pins)
         return {
             "solver": ", ".join(ilps.solvers) or "none needed",
-            "status": "optimal" if best.step_s <= bound * (1 + 1e-6) else incumbent,
+            "status": "optimal" if best.step_s <= bound * (1 + _PROVEN) else incumbent,
             "variables": ilps.variables,
             "constraints": ilps.constraints,
             "largest_ilp_variables": ilps.largest_variables,
