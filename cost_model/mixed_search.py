@@ -151,11 +151,8 @@ class MixedRun:
         return sum(group.num_devices * group.device.flops[self.run.dtype] for group in self.cluster.groups)
 
     def _of_groups(self, found: Evaluation, price: MixedPrice) -> Mapping[str, Any]:
-        """Utilisation of all devices' peaks, and of each stage's devices the part of the step they compute or send."""
-        assert found.pipeline is not None
+        """Utilisation of all devices' peaks, and whose devices each stage has."""
         peak = self._peak_flops()
         useful = self.run.prediction(found)["model_flops"]
-        busy = [price.m * stage.time_s / found.step_s for stage in found.pipeline.stages]
-        chunks = price.setting.virtual_stages
         names = [self.cluster.groups[g].name for g in price.owner]
-        return {"mfu": useful / (found.step_s * peak), "stage_busy": busy * chunks, "stage_group": names * chunks}
+        return {"mfu": useful / (found.step_s * peak), "stage_group": names * price.setting.virtual_stages}

@@ -287,6 +287,7 @@ class Run:
             "time_s": dict(best.time_s),
             "peak_memory_bytes": [dict(stage) for stage in best.memory],
             "slowest_stage": best.slowest_stage,
+            **_busy(best),
             "largest_activations": largest_kept(self.prices, self.evaluator.price(best.setting)),
         }
 
@@ -342,6 +343,15 @@ class Run:
             "bound_s": bound,
             "gap": max(0.0, best.step_s / bound - 1),
         }
+
+
+def _busy(best: Evaluation) -> dict[str, list[float]]:
+    """The part of the step that the devices of each pipeline stage compute or send."""
+    s = best.setting
+    if best.pipeline is None or s.degrees.pp == 1:
+        return {}
+    busy = [s.micro_batches * stage.time_s / best.step_s for stage in best.pipeline.stages]
+    return {"stage_busy": busy * s.virtual_stages}
 
 
 def _memory_limit(device: DeviceSpec, headroom: float, memory_bytes: float | None) -> float:
