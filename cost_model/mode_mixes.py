@@ -86,9 +86,9 @@ def class_mixes(layer: LayerClass, count: int, segment: int = 1, chunks: int = 1
 
 
 @lru_cache(maxsize=4096)
-def _mixed_modes(layer: LayerClass, count: int) -> list[LayerMode]:
+def _mixed_modes(layer: LayerClass, count: int) -> tuple[LayerMode, ...]:
     modes = useful_modes(layer.modes)
-    return modes if _number_of_compositions(count, len(modes)) else _hull(modes)
+    return tuple(modes if _number_of_compositions(count, len(modes)) else _hull(modes))
 
 
 def frugal(layer: LayerClass, count: int, segment: int = 1, chunks: int = 1) -> tuple[Floats, Floats]:
