@@ -240,6 +240,13 @@ def test_a_plan_is_as_proven_as_both_searches_are(
     assert left_open.statistics["status"] == left_open.plan.solver["status"] == "incumbent"
 
 
+def test_devices_as_equals_have_the_least_room_of_any() -> None:
+    """Not the least memory less the most that is reserved, which no device has: here it would be nothing."""
+    small, large = cpu(memory_bytes=3 << 30), replace(cpu(memory_bytes=80 << 30), reserved_bytes=4 << 30)
+    device = as_slowest(groups_of(small, large)).device
+    assert device.memory_bytes - device.reserved_bytes == 3 << 30
+
+
 def test_groups_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "mixed.toml"
     path.write_text(
