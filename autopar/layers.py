@@ -25,14 +25,15 @@ class Layer(NamedTuple):
     path: str
 
 
-_LAYER = re.compile(r"^((?:[^.]*[^.\d][^.]*\.)*?)(\d+)(?=\.|$)")
+_LAYER = re.compile(r"^((?:[^.]*[^.0-9][^.]*\.)*?)([0-9]+)(?=\.|$)")
 _WHOLE = Layer("", "whole_model")
 
 
-def layer_of(path: str) -> tuple[str, int] | None:
-    """`"model.layers.3.mlp"` -> `("model.layers", 3)`: the outermost numbered component; None if there is none."""
+def layer_of(path: str) -> tuple[str, str] | None:
+    """`"model.layers.3.mlp"` -> `("model.layers", "3")`: the outermost numbered component, as written; None if there is
+    none."""
     found = _LAYER.match(path)
-    return (found[1].rstrip("."), int(found[2])) if found else None
+    return (found[1].rstrip("."), found[2]) if found else None
 
 
 def layers_of(ops: Sequence[fx.Node]) -> list[Layer | None]:
@@ -46,10 +47,10 @@ def layers_of(ops: Sequence[fx.Node]) -> list[Layer | None]:
     return _parts_of_forward(ops)
 
 
-def _lists_of_layers(ops: Sequence[fx.Node], numbered: Sequence[tuple[str, int] | None]) -> set[str]:
+def _lists_of_layers(ops: Sequence[fx.Node], numbered: Sequence[tuple[str, str] | None]) -> set[str]:
     """Module lists whose members are layers: two or more weights of two dims each, executed one after another, once."""
-    weights: defaultdict[tuple[str, int], set[str]] = defaultdict(set)
-    runs: defaultdict[str, list[int]] = defaultdict(list)
+    weights: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
+    runs: defaultdict[str, list[str]] = defaultdict(list)
     for node, layer in zip(ops, numbered, strict=True):
         if layer is None:
             continue
@@ -59,7 +60,7 @@ def _lists_of_layers(ops: Sequence[fx.Node], numbered: Sequence[tuple[str, int] 
     return {
         name
         for name, order in runs.items()
-        if order == sorted(set(order)) and all(len(weights[name, i]) >= 2 for i in order)
+        if all(int(a) < int(b) for a, b in itertools.pairwise(order)) and all(len(weights[name, i]) >= 2 for i in order)
     }
 
 

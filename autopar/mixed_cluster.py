@@ -68,7 +68,7 @@ def _slowest_device(groups: tuple[GroupSpec, ...]) -> DeviceSpec:
     shared = [dtype for dtype in devices[0].flops if all(dtype in device.flops for device in devices)]
     if not shared:
         raise SpecError("the groups' devices have no dtype in common", where="group")
-    slowest = min(devices, key=_matmul_rate)
+    slowest, tightest = min(devices, key=_matmul_rate), min(devices, key=lambda d: d.memory_bytes - d.reserved_bytes)
     prices = [group.device.price_per_hour for group in groups]
     total = sum(group.num_devices for group in groups)
     mean = None
@@ -76,8 +76,8 @@ def _slowest_device(groups: tuple[GroupSpec, ...]) -> DeviceSpec:
         mean = sum((p or 0.0) * g.num_devices for p, g in zip(prices, groups, strict=True)) / total
     return replace(
         slowest,
-        memory_bytes=min(device.memory_bytes for device in devices),
-        reserved_bytes=max(device.reserved_bytes for device in devices),
+        memory_bytes=tightest.memory_bytes,
+        reserved_bytes=tightest.reserved_bytes,
         memory_bandwidth=min(device.memory_bandwidth for device in devices),
         launch_s=max(device.launch_s for device in devices),
         flops={dtype: min(device.flops[dtype] for device in devices) for dtype in shared},

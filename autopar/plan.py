@@ -46,6 +46,7 @@ __all__ = [
     "SCHEMA_VERSION",
     "Plan",
     "expand_path",
+    "is_pattern",
     "match_path",
 ]
 
@@ -219,6 +220,11 @@ def expand_path(entry: str) -> list[str]:
             head, tail = parts[:i], parts[i + 1 :]
             return [".".join([*head, str(n), *tail]) for n in range(bounds[0], bounds[1] + 1)]
     return [entry]
+
+
+def is_pattern(component: str) -> bool:
+    """True if a component of a path stands for others: a module of this name cannot be planned."""
+    return component == "*" or _range(component) is not None
 
 
 def _match_component(pattern: str, part: str) -> bool:

@@ -28,6 +28,7 @@ from autopar.graph_walks import outputs_of
 from autopar.input_dims import InputDims, how_read, input_dims, whole_inputs
 from autopar.ir import InputSpec, ParameterSpec, TracedModel
 from autopar.plain_graph import plain_graph, symbols_of
+from autopar.plan import is_pattern
 
 __all__ = ["BATCH", "SEQ", "trace"]
 
@@ -146,6 +147,10 @@ def _refuse_taken_names(names: Sequence[str]) -> None:
                 "torch.fx has something of its own under this name",
                 where=name.partition(".")[0],
                 try_="another name for this attribute of the model",
+            )
+        if any(map(is_pattern, name.split("."))):
+            raise UnsupportedModelError(
+                "in a plan this name is a pattern", where=name, try_="another name for the module"
             )
 
 

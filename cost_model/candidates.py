@@ -322,7 +322,7 @@ def _nothing_left(
     pinned = dict(text.partition("=")[::2] for text in pins.texts() if "." not in text.partition("=")[0])
     rules = (
         f"tp may be {', '.join(map(str, legal_tp))}, pp at most {limits.layers} (layers), dp and micro-batch have to "
-        f"divide the global batch {global_batch}, 2 cp the sequence {seq_len}{_rules_of_pins(limits, pins)}"
+        f"divide the global batch {global_batch}, 2 cp the sequence {seq_len}{_rules_of_pins(limits, legal_tp, pins)}"
     )
     if pinned:
         names = [
@@ -340,9 +340,15 @@ def _nothing_left(
     return f"no degrees factor {num_devices} devices: {rules}", remedy
 
 
-def _rules_of_pins(limits: ModelLimits, pins: Pins) -> str:
+def _rules_of_pins(limits: ModelLimits, legal_tp: list[int], pins: Pins) -> str:
     """Rules that only a pin can break."""
-    rules = ""
+    rules = _rules_of_sequence(limits, legal_tp, pins)
+    if pins.schedule == "1f1b":
+        rules += ", 1f1b needs a micro-batch for every stage"
+    if pins.schedule == "zero-bubble":
+        rules += ", zero-bubble needs micro-batches in equal rounds of at least pp"
+        if not limits.splits_backward:
+            rules += " and one chain of layers, trained whole and in one dtype"
     chunks = pins.virtual_stages not in (None, 1) or pins.schedule == "interleaved"
     if chunks:
         rules += f", several chunks need pp above 1, pp times chunks at most {limits.layers} (layers)"
@@ -358,6 +364,15 @@ def _rules_of_pins(limits: ModelLimits, pins: Pins) -> str:
     if pins.zero_group not in (None, 0):
         rules += f", dp has to be a multiple of zero_group {pins.zero_group}"
     return rules
+
+
+def _rules_of_sequence(limits: ModelLimits, legal_tp: list[int], pins: Pins) -> str:
+    rules = ", sp needs tp above 1 that divides a rank's part of the sequence" if pins.sp else ""
+    if pins.cp is None or pins.cp == 1:
+        return rules
+    tps = legal_tp if pins.tp is None else [pins.tp]
+    kinds = dict.fromkeys(kind for tp in tps for kind in limits.exchanges(pins.cp, tp))
+    return f"{rules}, the attention runs over cp {pins.cp} by {' or '.join(kinds) or 'no exchange'}"
 
 
 def _batch_for(num_devices: int, global_batch: int, pins: Pins) -> str:

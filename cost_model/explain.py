@@ -53,7 +53,7 @@ def across_slow_link(cluster: ClusterSpec, solved: Iterable[Evaluation], proven_
     across: list[Evaluation] = []
     for e in solved:
         d = e.setting.degrees
-        (across if d.tp * d.cp > span else inside).append(e)
+        (across if span % (d.tp * d.cp) else inside).append(e)  # groups that do not fill a unit evenly lie in two
     name = cluster.links[-1].name
     with_it, without = _fastest(across, proven_s), _fastest(inside, proven_s)
     if span == 1:

@@ -16,7 +16,7 @@ from autopar.errors import InfeasiblePlanError, SpecError
 from autopar.mesh import AXES
 from autopar.specs import ClusterSpec, Pins
 
-__all__ = ["Shortage", "explain_shortage"]
+__all__ = ["Shortage", "explain_shortage", "gib_text"]
 
 MOST_TIMES = 64
 """A cluster so many times as large is the largest that is looked at."""
@@ -53,20 +53,20 @@ def explain_shortage(
     missing = math.ceil(found.least.needed_bytes - limit_bytes)
     blamed = [] if found.is_late else _blamed_pins(pins, cluster, limit_bytes, least_of)
     what = (
-        f"no plan fits in {_gib(limit_bytes)} a device{_of_which(cluster, limit_bytes)}: even the most frugal "
-        f"({_setting_text(found)}) lacks {missing} bytes ({_gib(missing)}) on stage {found.least.binding_stage}, "
-        f"which needs {_gib(found.least.needed_bytes)}: {_categories(found.stage_bytes)}"
+        f"no plan fits in {gib_text(limit_bytes)} a device{_of_which(cluster, limit_bytes)}: even the most frugal "
+        f"({_setting_text(found)}) lacks {missing} bytes ({gib_text(missing)}) on stage {found.least.binding_stage}, "
+        f"which needs {gib_text(found.least.needed_bytes)}: {_categories(found.stage_bytes)}"
     )
     pinned = pins.texts()
     if found.proven_bytes < found.least.needed_bytes:
-        what += f" (the time limit ended the search for less; none needs under {_gib(found.proven_bytes)})"
+        what += f" (the time limit ended the search for less; none needs under {gib_text(found.proven_bytes)})"
     if found.is_late:
         what += "; the time limit left no time to look for pins to blame and for clusters that would do"
     elif blamed:
         what += "; " + "; ".join(blamed)
     elif pinned:
         what += f" under the pins {', '.join(pinned)}, none of which is to blame alone"
-    remedies = [f"devices of at least {_gib(found.least.needed_bytes, up=True)} (there this plan takes "
+    remedies = [f"devices of at least {gib_text(found.least.needed_bytes, up=True)} (there this plan takes "
                 f"{found.step_s:.3g} s a step)"]  # fmt: skip
     more = "" if found.is_late else _enough_devices(cluster, pins, limit_bytes, found, least_of)
     remedies.append(more or ("fewer pins" if pinned else "a shorter sequence"))
@@ -80,7 +80,7 @@ def _blamed_pins(pins: Pins, cluster: ClusterSpec, limit_bytes: float, least_of:
         without = Pins.parse(t for t in texts if t != text)
         needed = _needed(cluster, without, least_of)
         if needed <= limit_bytes:
-            found.append(f"the pin {text} is to blame, without it {_gib(needed)} are enough")
+            found.append(f"the pin {text} is to blame, without it {gib_text(needed)} are enough")
     return found
 
 
@@ -119,18 +119,18 @@ def _setting_text(found: Shortage) -> str:
 def _categories(stage_bytes: Mapping[str, int]) -> str:
     """Largest first."""
     parts = sorted(((n, name) for name, n in stage_bytes.items() if name != "total" and n), reverse=True)
-    return ", ".join(f"{name} {_gib(n)}" for n, name in parts)
+    return ", ".join(f"{name} {gib_text(n)}" for n, name in parts)
 
 
 def _of_which(cluster: ClusterSpec, limit_bytes: float) -> str:
     whole = cluster.device.memory_bytes
-    return f" ({_gib(whole)} less the headroom)" if limit_bytes < whole else ""
+    return f" ({gib_text(whole)} less the headroom)" if limit_bytes < whole else ""
 
 
-def _gib(nbytes: float, *, up: bool = False) -> str:
-    """GiB with one digit; small sizes in the unit that shows them, so that a tiny model's need is not "0.0 GiB"."""
+def gib_text(nbytes: float, *, up: bool = False) -> str:
+    """With one digit behind the point, in the unit that leaves two or more: 0.14 GiB rounded up would be 0.2."""
     for scale, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if nbytes >= 0.1 * scale:
+        if nbytes >= scale:
             tenths = math.ceil(nbytes / scale * 10) if up else round(nbytes / scale * 10)
             return f"{tenths / 10:.1f} {unit}"
     return f"{math.ceil(nbytes)} bytes"

@@ -10,6 +10,7 @@ Both are searched by `branch_and_bound`, the former with the prices and bounds o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -18,11 +19,14 @@ from autopar.cost_model.branch_and_bound import BranchAndBound
 from autopar.cost_model.compute import Machine
 from autopar.cost_model.evaluate import Evaluation, Evaluator
 from autopar.cost_model.mixed_evaluate import MixedEvaluator, group_orders
+from autopar.cost_model.mixed_infeasible import Fitting, explain_groups
 from autopar.cost_model.mixed_stages import MixedPrice
+from autopar.cost_model.model_checks import pins_without_effect
 from autopar.cost_model.search import Run, SearchResult
-from autopar.errors import InfeasiblePlanError
+from autopar.errors import InfeasiblePlanError, SpecError
 from autopar.ir import TracedModel
 from autopar.mixed_cluster import as_slowest, group_view, rank_ranges, reordered
+from autopar.plan import Plan
 from autopar.search_spec import SearchSpec
 from autopar.specs import ClusterSpec, Pins, TrainSpec
 
@@ -41,28 +45,42 @@ def search_groups(
         equal = run.result()
     except InfeasiblePlanError as error:
         refused = error
-    mixed = MixedRun(run, cluster, spec.share_of(deadline_s, 1)).result()
+    stages = MixedRun(run, cluster, spec.share_of(deadline_s, 1))
+    mixed = stages.result()
     if mixed is None and equal is None:
         assert refused is not None
-        raise refused
-    return _faster(mixed, equal, cluster)
+
+        def first_fit(changed: ClusterSpec, freed: Pins) -> Fitting | None:
+            prices = run.prices if freed.modules == pins.modules else None
+            try:
+                own = run if freed == pins else Run(traced, run.cluster, train, freed, spec, prices=prices)
+                return MixedRun(own, changed, spec).first_fit()
+            except (InfeasiblePlanError, SpecError):
+                return None
+
+        raise explain_groups(refused, cluster, pins, spec.memory_headroom, first_fit, deadline_s)
+    return _faster(mixed, equal, cluster, (*run.notices, *stages.run.notices))
 
 
-def _faster(mixed: SearchResult | None, equal: SearchResult | None, cluster: ClusterSpec) -> SearchResult:
-    """With a notice that states both."""
+def _faster(
+    mixed: SearchResult | None, equal: SearchResult | None, cluster: ClusterSpec, notices: tuple[str, ...]
+) -> SearchResult:
+    """With a notice that states both, and those that hold for both. It is only as good as both searches prove."""
     texts = []
     for name, found in (("stages on groups", mixed), ("all devices as equals of the slowest", equal)):
         step = "no plan" if found is None else f"{found.plan.prediction['step_time_s']:.4g} s a step ({_text(found)})"
         texts.append(f"{name}: {step}")
     note = f"unequal groups joined by {cluster.links[-1].name}: {'; '.join(texts)}"
-    bound_s = min(float(found.statistics["bound_s"]) for found in (mixed, equal) if found is not None)
+    both = [found for found in (mixed, equal) if found is not None]
+    bound_s = min(found.statistics["bound_s"] for found in both)
     if mixed is not None and (equal is None or _step_s(mixed) <= _step_s(equal) * (1 + 1e-9)):
-        return replace(mixed.bounded_by(bound_s), notices=(*mixed.notices, note))
-    assert equal is not None
-    equal = equal.bounded_by(bound_s)
-    prints = {**equal.plan.fingerprints, "cluster": cluster.fingerprint}
-    plan = equal.plan.replace(groups=rank_ranges(cluster), fingerprints=prints)
-    return replace(equal, plan=plan, notices=(*equal.notices, note))
+        best, bound_s = mixed, min(bound_s, _step_s(mixed))
+    else:
+        assert equal is not None
+        prints = {**equal.plan.fingerprints, "cluster": cluster.fingerprint}
+        best = replace(equal, plan=equal.plan.replace(groups=rank_ranges(cluster), fingerprints=prints))
+    told = tuple(dict.fromkeys((*best.notices, *notices, note)))
+    return replace(best, notices=told).against(bound_s)
 
 
 def _step_s(result: SearchResult) -> float:
@@ -94,6 +112,16 @@ class MixedRun:
         return Evaluator(run.prices.on_machine(machine), replace(view, device=device), run.held, run.partitions, pins,
                          run.limits.splits_backward)  # fmt: skip
 
+    def first_fit(self) -> Fitting | None:
+        """Any plan that fits; None if there is none."""
+        found = BranchAndBound(self.evaluator, self.run.bounds, self.run.groups, deadline=-math.inf).run()
+        if found is None:
+            return None
+        plan, peaks = self._plan_of(found), dict[str, int]()
+        for name, stage in zip(plan.prediction["stage_group"], found.memory, strict=True):
+            peaks[name] = max(peaks.get(name, 0), stage["total"])
+        return Fitting(plan, peaks)
+
     def result(self) -> SearchResult | None:
         """None if no setting has its stages inside groups, or none fits."""
         run = self.run
@@ -102,29 +130,29 @@ class MixedRun:
             return None
         if run.space.timed_out:
             run.notices.append("the time limit ended the search over groups")
-        order, price = self.evaluator.found[found.setting]
-        plan = run.plan_of(found, price.prices[0])
-        prediction = {**run.prediction(found), **self._of_groups(found, price)}
+        plan = self._plan_of(found)
         alternatives = tuple(run.candidate(e, found) for e in run.space.alternatives(found))
         statistics = run.statistics(found, found)
-        kept = ("solver", "status", "bound_s", "gap", "candidates", "pruned")
-        plan = plan.replace(
-            groups=rank_ranges(reordered(self.cluster, order)), prediction=prediction,
-            solver={name: statistics[name] for name in kept},
+        without_effect = pins_without_effect(run.pins, plan.degrees.tp, plan.degrees.pp)
+        notices = (*run.notices, *run.prices.counts.notes, *without_effect)
+        return SearchResult(plan, alternatives, statistics, notices).against(statistics["bound_s"])
+
+    def _plan_of(self, found: Evaluation) -> Plan:
+        order, price = self.evaluator.found[found.setting]
+        plan = self.run.plan_of(found, price.prices[0])
+        return plan.replace(
+            groups=rank_ranges(reordered(self.cluster, order)),
+            prediction={**self.run.prediction(found), **self._of_groups(found, price)},
             fingerprints={**plan.fingerprints, "cluster": self.cluster.fingerprint},
         )  # fmt: skip
-        return SearchResult(plan, alternatives, statistics, (*run.notices, *run.prices.counts.notes))
 
     def _peak_flops(self) -> float:
         """Of all devices together, a second."""
         return sum(group.num_devices * group.device.flops[self.run.dtype] for group in self.cluster.groups)
 
     def _of_groups(self, found: Evaluation, price: MixedPrice) -> Mapping[str, Any]:
-        """Utilisation of all devices' peaks, and of each stage's devices the part of the step they compute or send."""
-        assert found.pipeline is not None
+        """Utilisation of all devices' peaks, and whose devices each stage has."""
         peak = self._peak_flops()
         useful = self.run.prediction(found)["model_flops"]
-        busy = [price.m * stage.time_s / found.step_s for stage in found.pipeline.stages]
-        chunks = price.setting.virtual_stages
         names = [self.cluster.groups[g].name for g in price.owner]
-        return {"mfu": useful / (found.step_s * peak), "stage_busy": busy * chunks, "stage_group": names * chunks}
+        return {"mfu": useful / (found.step_s * peak), "stage_group": names * price.setting.virtual_stages}

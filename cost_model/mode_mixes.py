@@ -8,6 +8,7 @@ classes: then the layers recomputed whole are the first ones of a stage, in thei
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,6 +23,7 @@ __all__ = [
     "Mixes",
     "class_mixes",
     "compositions",
+    "frugal",
     "leanest",
     "merged",
     "mixes_of",
@@ -81,14 +83,35 @@ class Mixes:
 def class_mixes(layer: LayerClass, count: int, segment: int = 1, chunks: int = 1) -> Mixes:
     """Useful mixes of `count` layers of one class. Consecutive layers in mode "full" are recomputed in segments of
     `segment` layers (within each of `chunks` equal parts of the stage); only a segment's input is kept."""
-    modes = useful_modes(layer.modes)
+    modes = _mixed_modes(layer, count)
     choice = compositions(count, len(modes))
-    if len(choice) == 0:
-        modes = _hull(modes)
-        choice = compositions(count, len(modes))
     wide = np.zeros((len(choice), len(layer.modes)), dtype=np.int64)
     wide[:, [layer.modes.index(mode) for mode in modes]] = choice
     return mixes_of(layer, wide, segment, chunks)
+
+
+@lru_cache(maxsize=4096)
+def _mixed_modes(layer: LayerClass, count: int) -> tuple[LayerMode, ...]:
+    modes = useful_modes(layer.modes)
+    return tuple(modes if _number_of_compositions(count, len(modes)) else _hull(modes))
+
+
+def frugal(layer: LayerClass, count: int, segment: int = 1, chunks: int = 1) -> tuple[Floats, Floats]:
+    """(kept bytes, working bytes) of mixes of which one needs least memory, whatever a stage holds: beside layers in
+    mode "full" all others in one mode, for two modes work in the larger set and keep no less than the leaner."""
+    modes = _mixed_modes(layer, count)
+    full = next((mode for mode in modes if mode.name == "full"), None)
+    others = [mode for mode in modes if mode is not full]
+    layers = np.arange(count + 1) if full and others else np.array([count if full else 0])
+    kept, working = np.zeros(len(layers)), np.zeros(len(layers))
+    if full:
+        kept, working = _recomputed_whole(full, layers, layer.whole_bytes, segment, chunks)
+    if not others:
+        return kept, working
+    left = count - layers
+    return np.concatenate([kept + left * mode.saved_bytes for mode in others]), np.concatenate(
+        [np.maximum(working, np.where(left > 0, mode.transient_bytes, 0.0)) for mode in others]
+    )
 
 
 def mixes_of(layer: LayerClass, choice: Counts, segment: int = 1, chunks: int = 1) -> Mixes:
@@ -217,10 +240,7 @@ def compositions(count: int, parts: int) -> Counts:
     """All ways to write `count` as an ordered sum of `parts` numbers; no row at all if there are too many."""
     if parts == 1:
         return np.array([[count]], dtype=np.int64)
-    rows = 1
-    for i in range(1, parts):
-        rows = rows * (count + i) // i
-    if rows > MOST_ROWS and parts > 3:
+    if not _number_of_compositions(count, parts):
         return np.zeros((0, parts), dtype=np.int64)
     if parts == 2:
         first = np.arange(count + 1)
@@ -230,6 +250,12 @@ def compositions(count: int, parts: int) -> Counts:
         rest = compositions(count - last, parts - 1)
         blocks.append(np.concatenate([rest, np.full((len(rest), 1), last, dtype=np.int64)], axis=1))
     return np.concatenate(blocks)
+
+
+def _number_of_compositions(count: int, parts: int) -> int:
+    """Rows of `compositions`."""
+    rows = math.comb(count + parts - 1, parts - 1)
+    return 0 if rows > MOST_ROWS and parts > 3 else rows
 
 
 def _segments(layers: Counts, segment: int, chunks: int) -> Counts:

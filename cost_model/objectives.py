@@ -52,6 +52,8 @@ def _least_memory(
     note = f"objective memory: no plan needs less than {proven_bytes / 2**30:.3g} GiB a device, this is the fastest of "
     if proven_bytes < least.needed_bytes:
         note += f"those with {needed / 2**30:.3g} GiB, where the time limit ended the search for less"
+        gap = max(found.statistics["gap"], least.needed_bytes / proven_bytes - 1)
+        found = found.with_statistics(status="incumbent", gap=gap)
     else:
         note += "those"
     return replace(found, notices=(*found.notices, note))
@@ -83,10 +85,9 @@ def _cheapest(
         raise last
     best = min(found, key=lambda n: (float(f"{_device_s(n, found[n]):.9e}"), -n))
     costs = ", ".join(f"{n}: {found[n].plan.prediction['cost_per_million_tokens']:.3g}" for n in found)
-    least = min(n * float(result.statistics["bound_s"]) for n, result in found.items())
-    chosen = found[best].bounded_by(least / best)
     note = f"objective cost: {best} of {cluster.num_devices} devices; money per million tokens by devices: {costs}"
-    return replace(chosen, notices=(*chosen.notices, note))
+    bound_s = min(n * result.statistics["bound_s"] for n, result in found.items()) / best
+    return replace(found[best], notices=(*found[best].notices, note)).against(bound_s)
 
 
 def _device_s(count: int, result: SearchResult) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from fractions import Fraction
@@ -28,13 +29,16 @@ __all__ = ["checkpoint_patterns", "chunk_runs", "layer_ranges", "parameter_patte
 
 Layout = Mapping[fx.Node, NodeStrategy]
 
+_COUNTED = re.compile("0|[1-9][0-9]{0,8}")
+"""Numbers that a range of a plan counts through."""
+
 
 def layer_ranges(paths: Iterable[str]) -> tuple[str, ...]:
     """Consecutive layer paths as ranges, in order: model.layers.0, .1, .2 -> model.layers.0-2."""
     runs: list[tuple[str, int, int]] = []
     for path in paths:
         head, _, number = path.rpartition(".")
-        if not number.isdigit():
+        if not _COUNTED.fullmatch(number):
             runs.append((path, -1, -1))
         elif runs and runs[-1][0] == head and runs[-1][2] == int(number) - 1:
             runs[-1] = (head, runs[-1][1], int(number))
@@ -46,20 +50,28 @@ def layer_ranges(paths: Iterable[str]) -> tuple[str, ...]:
 def _range_text(head: str, low: int, high: int) -> str:
     if low < 0:
         return head
-    return f"{head}.{low}" if low == high else f"{head}.{low}-{high}"
+    number = str(low) if low == high else f"{low}-{high}"
+    return f"{head}.{number}" if head else number
 
 
 def _class_patterns(traced: TracedModel, segments: list[Segment]) -> tuple[str, ...]:
-    """Patterns that cover exactly these layers: `*` where they are all layers of their list."""
+    """Patterns that cover exactly these layers: `*` where they are all there is in their list."""
     patterns = []
     ours = defaultdict(list)
     for segment in segments:
         ours[segment.path.rpartition(".")[0]].append(segment.path)
     for head, paths in ours.items():
-        everyone = [s.path for s in traced.layers if s.path.rpartition(".")[0] == head]
-        whole = len(everyone) > 1 and everyone == paths and paths[0].rpartition(".")[2].isdigit()
+        whole = len(paths) > 1 and paths[0].rpartition(".")[2].isdigit() and _members(traced, head) == set(paths)
         patterns += [f"{head}.*"] if whole else list(layer_ranges(paths))
     return tuple(patterns)
+
+
+def _members(traced: TracedModel, head: str) -> set[str]:
+    """Paths one below `head` that ops or parameters lie in."""
+    depth = head.count(".") + 2 if head else 1
+    inside = [str(n.meta.get("path", "")) for n in traced.graph_module.graph.nodes if n.op == "call_function"]
+    names = [".".join(path.split(".")[:depth]) for path in (*inside, *traced.parameters)]
+    return {name for name in names if name.startswith(f"{head}." if head else "")} - {""}
 
 
 def _by_class(traced: TracedModel) -> dict[str, list[Segment]]:

@@ -56,10 +56,13 @@ __all__ = ["Candidate", "Run", "SearchResult", "least_evaluation", "search"]
 BATCH_PER_DEVICE = 4
 """Sequences per device when the user states no global batch: enough to fill a short pipeline. Reported."""
 
-_PROVEN = 1 + 1e-6
-"""A step no longer than its bound but for this is optimal."""
-
 _DTYPE_NAMES = {"bf16-mixed": "bf16"}
+
+_PROVEN = 1e-6
+"""A gap that is rounding."""
+
+_OF_PLAN = ("solver", "status", "bound_s", "gap", "candidates", "pruned")
+"""What a plan says of the search."""
 
 
 @dataclass(frozen=True)
@@ -92,16 +95,17 @@ class SearchResult:
     statistics: Mapping[str, Any]
     notices: tuple[str, ...] = ()
 
-    def bounded_by(self, bound_s: float) -> SearchResult:
-        """Where another search, cut off by its time limit, leaves room for a step of `bound_s`."""
-        step_s, known = float(self.plan.prediction["step_time_s"]), self.statistics
-        if bound_s >= known["bound_s"]:
-            return self
-        proven = step_s <= bound_s * _PROVEN
-        found: dict[str, Any] = {"bound_s": bound_s, "gap": max(0.0, step_s / bound_s - 1)}
-        found["status"] = "incumbent" if known["status"] == "optimal" and not proven else known["status"]
-        plan = self.plan.replace(solver={**self.plan.solver, **found})
-        return replace(self, plan=plan, statistics={**known, **found})
+    def with_statistics(self, **changed: Any) -> SearchResult:
+        """Also in what the plan says of them."""
+        statistics = {**self.statistics, **changed}
+        return replace(self, statistics=statistics, plan=self.plan.replace(solver={k: statistics[k] for k in _OF_PLAN}))
+
+    def against(self, bound_s: float) -> SearchResult:
+        """Where a step may be as short as `bound_s`, other searches included."""
+        gap = max(0.0, float(self.plan.prediction["step_time_s"]) / bound_s - 1)
+        status = self.statistics["status"]
+        status = "incumbent" if status == "optimal" and gap > _PROVEN else status
+        return self.with_statistics(bound_s=bound_s, gap=gap, status=status)
 
 
 def search(
@@ -204,8 +208,7 @@ class Run:
         plan = self.plan_of(best, self.chosen_in.price(best.setting))
         alternatives = tuple(self.candidate(e, best) for e in self.space.alternatives(best))
         statistics = self.statistics(best, fastest)
-        kept = ("solver", "status", "bound_s", "gap", "candidates", "pruned")
-        plan = plan.replace(solver={name: statistics[name] for name in kept}, prediction=self.prediction(best))
+        plan = plan.replace(solver={name: statistics[name] for name in _OF_PLAN}, prediction=self.prediction(best))
         slow_link = across_slow_link(self.cluster, self.space.best_of_layout.values(), self.space.proven_s)
         without_effect = pins_without_effect(self.pins, plan.degrees.tp, plan.degrees.pp)
         notices = (*self.notices, *self.prices.counts.notes, *without_effect, *([slow_link] if slow_link else ()))
@@ -304,6 +307,7 @@ class Run:
             "time_s": dict(best.time_s),
             "peak_memory_bytes": [dict(stage) for stage in best.memory],
             "slowest_stage": best.slowest_stage,
+            **_busy(best),
             "largest_activations": largest_kept(self.prices, self.chosen_in.price(best.setting)),
         }
 
@@ -342,7 +346,7 @@ class Run:
         total = count_settings(self.partitions, self.limits, self.pins)
         return {
             "solver": ", ".join(ilps.solvers) or "none needed",
-            "status": "optimal" if best.step_s <= bound * _PROVEN else incumbent,
+            "status": "optimal" if best.step_s <= bound * (1 + _PROVEN) else incumbent,
             "variables": ilps.variables,
             "constraints": ilps.constraints,
             "largest_ilp_variables": ilps.largest_variables,
@@ -359,6 +363,15 @@ class Run:
             "bound_s": bound,
             "gap": max(0.0, best.step_s / bound - 1),
         }
+
+
+def _busy(best: Evaluation) -> dict[str, list[float]]:
+    """The part of the step that the devices of each pipeline stage compute or send."""
+    s = best.setting
+    if best.pipeline is None or s.degrees.pp == 1:
+        return {}
+    busy = [s.micro_batches * stage.time_s / best.step_s for stage in best.pipeline.stages]
+    return {"stage_busy": busy * s.virtual_stages}
 
 
 def _memory_limit(device: DeviceSpec, headroom: float, memory_bytes: float | None) -> float:

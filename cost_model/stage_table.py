@@ -22,6 +22,7 @@ from autopar.cost_model.mode_mixes import (
     LayerMode,
     Mixes,
     class_mixes,
+    frugal,
     leanest,
     merged,
     prefix_mixes,
@@ -186,6 +187,7 @@ class StageTable:
         self.runs = stage_runs(problem.layers, len(problem.stages), classes, chunks, problem.segment > 1)
         self.counts = self.runs.counts
         self._mixes: dict[int, Mixes] = {}
+        self._lean: dict[int, tuple[Floats, Floats]] = {}
         self._prices: dict[tuple[int, int], StagePrice | None] = {}
         self._lines: dict[tuple[int, int], list[Line]] = {}
         self._tight: dict[tuple[int, tuple[Line, ...]], Mixes] = {}
@@ -322,6 +324,14 @@ class StageTable:
         n = j - i - self.runs.least
         return n if 0 <= n < len(self.counts) else -1
 
+    def _all_numbers(self) -> npt.NDArray[np.int64]:
+        """[i, j]: `number`."""
+        if not self.problem.is_uniform:
+            return self.runs.ids
+        ends = np.arange(len(self.problem.layers) + 1)
+        n = ends - ends[:, None] - self.runs.least
+        return np.where((n >= 0) & (n < len(self.counts)), n, -1)
+
     def numbers(self, cut: Sequence[tuple[int, int]]) -> list[int]:
         """What each stage holds."""
         if self.runs.cuts is not None:
@@ -329,8 +339,19 @@ class StageTable:
         return [self.number(i, j) for i, j in cut]
 
     def _least_bytes(self, stage: int, number: int) -> float:
-        mixes = self.mixes(number)
-        return float(peak_bytes(self.lines(stage, number), mixes.kept_bytes, mixes.transient_bytes).min(initial=np.inf))
+        kept, working = self._frugal(number)
+        return float(peak_bytes(self.lines(stage, number), kept, working).min(initial=np.inf))
+
+    def _frugal(self, number: int) -> tuple[Floats, Floats]:
+        """(kept bytes, working bytes) of mixes of which one needs least memory."""
+        problem = self.problem
+        if not problem.is_uniform or not problem.layers:
+            mixes = self.mixes(number)
+            return mixes.kept_bytes, mixes.transient_bytes
+        if number not in self._lean:
+            layer, count = problem.classes[problem.layers[0]], sum(self.counts[number])
+            self._lean[number] = frugal(layer, count, problem.segment, problem.virtual_stages)
+        return self._lean[number]
 
     def memory_needed(self) -> tuple[float, int]:
         """Smallest device memory in bytes any cut fits in, and the stage that binds; see `InfeasiblePlanError`."""
@@ -345,13 +366,10 @@ class StageTable:
         reach = np.full((stages + 1, total + 1), np.inf)
         reach[0, 0] = 0.0
         cut = np.zeros((stages + 1, total + 1), dtype=int)
+        ids = self._all_numbers()
         for s in range(stages):
-            for i in map(int, np.flatnonzero(np.isfinite(reach[s]))):
-                for j in range(i, total + 1):
-                    k = self.number(i, j)
-                    value = max(reach[s, i], need[s, k]) if k >= 0 else np.inf
-                    if value < reach[s + 1, j]:
-                        reach[s + 1, j], cut[s + 1, j] = value, i
+            through = np.maximum(reach[s][:, None], np.append(need[s], np.inf)[ids])  # [i, j]; no run is number -1
+            reach[s + 1], cut[s + 1] = through.min(axis=0), through.argmin(axis=0)
         worst, binding, j = float(reach[stages, total]), 0, total
         for s in reversed(range(stages)):
             i = int(cut[s + 1, j])

@@ -136,7 +136,8 @@ def test_they_train_as_one_process_on_every_axis(model: type[Base]) -> None:
 
 
 def test_layer_of_takes_the_outermost_number() -> None:
-    assert layer_of("model.layers.3.experts.1.up") == ("model.layers", 3)
-    assert layer_of("encoder.block.0") == ("encoder.block", 0)
-    assert layer_of("0.norm") == ("", 0)
+    assert layer_of("model.layers.3.experts.1.up") == ("model.layers", "3")
+    assert layer_of("encoder.block.0") == ("encoder.block", "0")
+    assert layer_of("0.norm") == ("", "0")
+    assert layer_of("blocks.07.up") == ("blocks", "07")
     assert layer_of("mlp.conv2d.norm") is None

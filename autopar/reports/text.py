@@ -232,9 +232,10 @@ def _limits(prediction: Mapping[str, Any], cluster: ClusterSpec | None) -> list[
 
 
 def _stage_table(plan: Plan) -> Table:
-    """With unequal groups also whose devices a stage has, and the part of the step they are busy."""
+    """With a pipeline also how long a stage's devices compute or send, with unequal groups whose they are."""
     busy, owner = plan.prediction.get("stage_busy"), plan.prediction.get("stage_group")
-    columns = ["stage", "layers", "count", "ranks", *(["group"] if owner else []), *(["busy"] if busy else [])]
+    step_s = plan.prediction.get("step_time_s", 0.0)
+    columns = ["stage", "layers", "count", "ranks", *(["group"] if owner else []), *(["busy", "for"] if busy else [])]
     table = _table(*columns, numbers=1, from_column=2)
     per_rank_block = plan.degrees.stride("pp")
     for index, entries in enumerate(plan.stages):
@@ -243,7 +244,7 @@ def _stage_table(plan: Plan) -> Table:
         count = sum(len(expand_path(entry)) for entry in entries)
         row = [str(index), _shortened(entries), str(count), _range_text(first, first + per_rank_block - 1)]
         row += [owner[index]] if owner else []
-        row += [percent_text(busy[index])] if busy else []
+        row += [percent_text(busy[index]), seconds_text(busy[index] * step_s)] if busy else []
         table.add_row(*row)
     return table
 

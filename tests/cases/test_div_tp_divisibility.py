@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -113,6 +113,30 @@ def test_div_02_six_heads_on_four_devices() -> None:
         InfeasiblePlanError, match="tp=4 cannot shard the 6 attention heads.*the model allows 1, 2, 3, 6"
     ):
         search(traced, cluster, TRAIN, Pins(tp=4))
+
+
+@pytest.mark.parametrize(
+    ("texts", "seq", "rule"),
+    [
+        (["tp=2", "sp=true"], 15, "sp needs tp above 1 that divides a rank's part of the sequence"),
+        (["cp=2", "context_parallel=all-to-all"], 16, "the attention runs over cp 2 by ring or all-gather;"),
+        (["pp=2", "schedule=1f1b", "microbatch=8"], 16, "1f1b needs a micro-batch for every stage"),
+        (["pp=2", "schedule=zero-bubble", "microbatch=8"], 16, "zero-bubble needs micro-batches in equal rounds"),
+    ],
+    ids=["sp", "exchange", "1f1b", "zero-bubble"],
+)
+def test_div_neighbour_the_rule_that_a_pin_breaks_is_told(texts: list[str], seq: int, rule: str) -> None:
+    """Three key/value heads, on which no two ranks of cp can agree; and sequences and batches that pins do not cut."""
+    train = TrainSpec(global_batch=8, seq_len=seq, precision="fp64")
+    with pytest.raises(InfeasiblePlanError) as caught:
+        search(_three_heads(), ClusterSpec.parse("local:2"), train, Pins.parse(texts))
+    assert rule in caught.value.what
+    assert "there would be plans" in caught.value.what
+
+
+@cache
+def _three_heads() -> TracedModel:
+    return prepare(trace(*llama(6, 3)))
 
 
 @pytest.mark.distributed

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from autopar.cost_model.mixed_search import MixedRun
 from autopar.cost_model.mixed_stages import MixedTable
 from autopar.cost_model.objectives import search_for
 from autopar.cost_model.pipeline_ilp import PipelineSolution, prove_table, solve_table, step_time
+from autopar.cost_model.search import Run
 from autopar.cost_model.stage_table import LayerClass, LayerMode, Moment, PipelineProblem, StageCost, StageTable
 from autopar.errors import InfeasiblePlanError, SpecError
 from autopar.hardware import DEVICES, preset
 from autopar.ir import TracedModel
-from autopar.mixed_cluster import mixed_cluster
+from autopar.mixed_cluster import as_slowest, mixed_cluster
 from autopar.passes import prepare
 from autopar.plan import Plan
 from autopar.reports.text import render
@@ -185,6 +188,63 @@ def test_memory_of_each_group_counts(gpt: TracedModel) -> None:
     assert tight.prediction["step_time_s"] > free.prediction["step_time_s"]
     with pytest.raises(InfeasiblePlanError, match="no plan fits"):
         search_for(gpt, groups_of(cpu(1, memory_bytes=10_000), cpu(2, memory_bytes=10_000)), TRAIN, pins)
+
+
+@pytest.mark.parametrize(
+    ("memory_mib", "texts", "blamed"),
+    [((20, 60), (), set()), ((20, 140), ("pp=1", "zero=0"), {"pp=1"})],
+    ids=["free", "pp=1"],
+)
+def test_what_fits_on_no_groups_is_explained_group_by_group(
+    gpt: TracedModel, memory_mib: tuple[int, int], texts: tuple[str, ...], blamed: set[str]
+) -> None:
+    """How much more of one group would do, others left as they are; the pins to blame; a plan that would run."""
+    devices, pins = [cpu(memory_bytes=n << 20) for n in memory_mib], Pins.parse(texts)
+    with pytest.raises(
+        InfeasiblePlanError, match=r"stages on groups do not fit \(g0 .*All devices as equals"
+    ) as caught:
+        search_for(gpt, groups_of(*devices), TRAIN, pins)
+    error = caught.value
+    assert set(re.findall(r"the pin (\S+) is to blame, without it they do", error.what)) == blamed
+    for text in blamed:
+        assert search_for(gpt, groups_of(*devices), TRAIN, Pins.parse(t for t in texts if t != text))
+    for number, unit, group in re.findall(r"([\d.]+) ([MG])iB a device in group g(\d)", error.try_):
+        given = float(number) * 2 ** {"M": 20, "G": 30}[unit]
+        for part in (1.0, 0.97):
+            changed = list(devices)
+            changed[int(group)] = cpu(memory_bytes=int(part * given))
+            fits = MixedRun(Run(gpt, as_slowest(groups_of(*changed)), TRAIN, pins), groups_of(*changed), SearchSpec())
+            assert (fits.first_fit() is not None) is (part == 1.0)
+    found = re.findall(r"a device in group (g\d)", error.try_)
+    assert bool(found) is not bool(blamed)
+    if found:
+        assert isinstance(error.nearest_plan, Plan)
+        assert set(error.nearest_plan.groups.values()) == {"g0", "g1"}
+
+
+@pytest.mark.parametrize("speed", [1.0, 2.0], ids=["equals win", "groups win"])
+def test_a_plan_is_as_proven_as_both_searches_are(
+    gpt: TracedModel, monkeypatch: pytest.MonkeyPatch, speed: float
+) -> None:
+    """Whichever wins, what the search of the other left open is in the gap, in the plan's too."""
+    cluster = groups_of(cpu(), cpu(speed), link=replace(LINK, bandwidth=1e12, latency=1e-7))
+    best = search_for(gpt, cluster, TRAIN)
+    assert best.statistics["status"] == "optimal"
+    step_s, of = best.plan.prediction["step_time_s"], Run if speed == 2.0 else MixedRun
+    whole = of.result
+    monkeypatch.setattr(of, "result", lambda run: whole(run).against(0.8 * step_s))
+    left_open = search_for(gpt, cluster, TRAIN)
+    assert left_open.plan.degrees == best.plan.degrees
+    assert left_open.statistics["bound_s"] == pytest.approx(0.8 * step_s)
+    assert left_open.statistics["gap"] == left_open.plan.solver["gap"] == pytest.approx(0.25)
+    assert left_open.statistics["status"] == left_open.plan.solver["status"] == "incumbent"
+
+
+def test_devices_as_equals_have_the_least_room_of_any() -> None:
+    """Not the least memory less the most that is reserved, which no device has: here it would be nothing."""
+    small, large = cpu(memory_bytes=3 << 30), replace(cpu(memory_bytes=80 << 30), reserved_bytes=4 << 30)
+    device = as_slowest(groups_of(small, large)).device
+    assert device.memory_bytes - device.reserved_bytes == 3 << 30
 
 
 def test_groups_of_a_file(tmp_path: Path) -> None:

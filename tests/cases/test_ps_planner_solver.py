@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from unittest import mock
 
@@ -14,11 +15,11 @@ from torch import Tensor, nn
 from autopar.api import find_plan
 from autopar.cost_model import solver_backends, stage_cuts
 from autopar.cost_model.search import SearchResult, search
-from autopar.errors import InfeasiblePlanError
+from autopar.errors import InfeasiblePlanError, UnsupportedModelError
 from autopar.hardware import preset
 from autopar.ir import TracedModel
 from autopar.passes import prepare
-from autopar.plan import Plan
+from autopar.plan import Plan, match_path
 from autopar.search_spec import SearchSpec
 from autopar.specs import ClusterSpec, Pins, TrainSpec
 from autopar.trace import trace
@@ -100,27 +101,62 @@ class _Twins(nn.Module):
         return x + out
 
 
-class _TwinModel(nn.Module):
-    def __init__(self) -> None:
+class _Named(nn.Module):
+    """Blocks under these paths, and in the folder of the first a module that is none of them."""
+
+    def __init__(self, paths: Sequence[str] = ("layers.0", "layers.1")) -> None:
         super().__init__()
-        self.embed = nn.Embedding(64, 32)
-        self.layers = nn.ModuleList([_Twins(32) for _ in range(2)])
-        self.head = nn.Linear(32, 64)
+        self.embed, self.head, self.paths = nn.Embedding(64, 32), nn.Linear(32, 64), paths
+        self.layers = nn.ModuleDict()
+        self.layers["last"] = nn.Linear(32, 32)
+        for path in paths:
+            folder, _, name = path.rpartition(".")
+            self.get_submodule(folder).add_module(name, _Twins(32))
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         x = self.embed(input_ids)
-        for layer in self.layers:
-            x = layer(x)
-        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+        for path in self.paths:
+            x = self.get_submodule(path)(x)
+        return nn.functional.cross_entropy(self.head(self.layers["last"](x)).flatten(0, 1), labels.flatten())
 
 
 @pytest.mark.parametrize("solver", ["highs", "cbc"])
 def test_ps_04_names_that_collide_do_not_matter(solver: str) -> None:
     plan = find_plan(
-        _TwinModel(), preset("local", 2), TRAIN, example=models.default_batch(), pins=Pins(tp=2),
+        _Named(), preset("local", 2), TRAIN, example=models.default_batch(), pins=Pins(tp=2),
         search=SearchSpec(solver=solver),
     ).plan  # fmt: skip
-    assert {"layers.*.a_1.b.weight", "layers.*.a.1_b.weight"} <= set(plan.parameters)
+    assert {"layers.0-1.a_1.b.weight", "layers.0-1.a.1_b.weight"} <= set(plan.parameters)
+
+
+@pytest.mark.parametrize(
+    "paths",
+    [("layers.00", "layers.01", "layers.02"), ("layers.08", "layers.09", "layers.10"), ("0", "1", "2"),
+     ("layers.0", "layers.2", "layers.7"), ("layers.a 1", "layers.a_1", "layers.a-1")],
+    ids="/".join,
+)  # fmt: skip
+def test_ps_04_neighbour_a_plan_names_the_layers_as_the_model_does(paths: Sequence[str]) -> None:
+    """Every weight of every layer is sharded as it was priced, none that is no layer's is; stages hold these layers."""
+    traced = prepare(trace(_Named(paths), models.default_batch()))
+    plan = search(traced, preset("local", 6), TRAIN, Pins(tp=2, pp=3, checkpoint="full", virtual_stages=1)).plan
+    plan = Plan.loads(plan.dumps())
+    assert [path for stage in plan.layer_paths() for path in stage] == list(paths)
+    assert {plan.checkpoint_mode(path) for path in paths} == {"full"}
+    inside = ("a_1.b.weight", "a_1.b.bias", "a.1_b.weight", "a.1_b.bias")
+    for name in inside[:3]:
+        assert len({str(plan.parameter_placement(f"{path}.{name}")) for path in paths} - {"R"}) == 1
+    names = {f"{path}.{name}" for path in paths for name in inside}
+    others = {"embed.weight", "head.weight", "head.bias", "layers.last.weight", "layers.last.bias"}
+    assert set(traced.parameters) == names | others
+    for pattern in plan.parameters:
+        matched = {name for name in (names | others) if match_path(pattern, name)}
+        assert matched <= names or matched == {pattern}, f"{pattern} takes in what is no layer's"
+
+
+@pytest.mark.parametrize("name", ["*", "0-3"])
+def test_ps_04_neighbour_a_name_that_plans_read_as_a_pattern_is_refused(name: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"layers.{re.escape(name)}.a_1.b.weight: .*pattern"):
+        trace(_Named((f"layers.{name}", "layers.4")), models.default_batch())
 
 
 def test_ps_04_without_any_solver_the_plan_is_stated_with_its_gap(monkeypatch: pytest.MonkeyPatch) -> None:

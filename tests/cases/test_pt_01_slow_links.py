@@ -63,6 +63,16 @@ def test_pt_01_tp_stays_inside_nodes(layers_of_13b: TracedModel) -> None:
     assert "ranks" in render(result.plan, result, notices=result.notices)
 
 
+def test_pt_01_neighbour_groups_that_do_not_fill_a_node_evenly_are_across(layers_of_13b: TracedModel) -> None:
+    """Five nodes of eight: some tp groups of five lie in two nodes, so the layout is one across the slow link."""
+    result = search(layers_of_13b, cluster_of(300e9, 10e9, 8, nodes=5), TRAIN, Pins(tp=5))
+    d = result.plan.degrees
+    assert any(len({r // 8 for r in d.group("tp", rank)}) == 2 for rank in range(40))
+    (note,) = [n for n in result.notices if "by the slow link ethernet" in n]
+    assert f"across it {result.plan.prediction['step_time_s']:.4g} s a step" in note
+    assert "inside it at least" in note
+
+
 def test_pt_01_one_device_a_node(layers_of_13b: TracedModel) -> None:
     """Two boxes of one device: pp or dp is preferred to tp, and tp=2 stands beside it with its number."""
     cluster = cluster_of(0.0, 10e9, 1)

@@ -153,6 +153,27 @@ def test_the_least_memory_keeps_the_time_limit_and_says_what_is_proven(gpt: Trac
         assert any("where the time limit ended the search for less" in note for note in hasty.notices)
 
 
+def test_a_plan_is_as_proven_as_all_its_searches(gpt: TracedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Least memory: the search for less was cut off. Least cost: so were those of other numbers of devices."""
+    monkeypatch.setattr(
+        SearchSpec, "share_of", lambda self, _, searches: replace(self, time_limit_s=1e-9 if searches > 1 else None)
+    )
+    least = search_for(gpt, local(), TRAIN, spec=SearchSpec(objective="memory"))
+    assert "where the time limit ended the search for less" in least.notices[-1]
+    assert least.statistics["gap"] == least.plan.solver["gap"] > 1e-6
+    assert least.statistics["status"] == least.plan.solver["status"] == "incumbent"
+    free = replace(local(4, price=1.0).device, launch_s=0.0)
+    links = tuple(replace(link, bandwidth=1e18, latency=0.0) for link in local().links)
+    cluster = replace(local(), device=free, links=links)
+    cheapest = search_for(gpt, cluster, TRAIN, spec=SearchSpec(objective="cost"))
+    count, bound_s = cheapest.plan.degrees.world_size, cheapest.statistics["bound_s"]
+    each = {n: search(gpt, cluster.resized(n), TRAIN).plan.prediction["step_time_s"] for n in (1, 2, 4)}
+    assert count * bound_s <= min(n * step_s for n, step_s in each.items()) * (1 + 1e-9)
+    step_s = cheapest.plan.prediction["step_time_s"]
+    assert cheapest.statistics["gap"] == pytest.approx(step_s / bound_s - 1, abs=1e-12)
+    assert cheapest.statistics["status"] == ("optimal" if step_s <= bound_s * (1 + 1e-6) else "incumbent")
+
+
 def test_what_does_not_fit_is_explained_within_the_time_limit(gpt: TracedModel) -> None:
     """The stage and the bytes that are missing are named; other clusters and pins are not searched for any more."""
     small = replace(local(), device=replace(local().device, memory_bytes=100_000))

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from autopar.cost_model.mode_mixes import class_mixes, frugal
 from autopar.cost_model.pipeline_ilp import PipelineSolution, prove, solve_pipeline, step_time
 from autopar.cost_model.stage_table import (
     LayerClass,
@@ -248,6 +249,21 @@ def test_a_segment_may_make_a_slower_mode_worth_it(count: int) -> None:
     found = solved(replace(problem, memory_bytes=needed - 0.05))
     assert found is not None
     assert found.stages[0].modes == ((0, count - 1, 1),)
+
+
+def test_frugal_mixes_need_as_little_as_all() -> None:
+    """Whatever a stage holds beside them: bytes kept weigh more or less than the working set."""
+    rng = random.Random(0)
+    for _ in range(300):
+        names = rng.sample(["none", "selective", "selective-ops", "full"], rng.randint(1, 4))
+        own = [(rng.uniform(1, 2), rng.uniform(0, 4), rng.choice([0.0, rng.uniform(0, 9)])) for _ in names]
+        modes = tuple(LayerMode(name, *figures) for name, figures in zip(names, own, strict=True))
+        layer = LayerClass(modes, 1.0, whole_bytes=rng.uniform(0, 4))
+        sizes = rng.randint(1, 9), rng.choice([1, 2, 4]), rng.choice([1, 2])
+        every, (kept, working) = class_mixes(layer, *sizes), frugal(layer, *sizes)
+        for weight in (0.0, 0.3, 1.0, 4.0):
+            least = (weight * every.kept_bytes + every.transient_bytes).min()
+            assert (weight * kept + working).min() == pytest.approx(least, rel=1e-12)
 
 
 def test_memory_needed_is_the_border_of_feasibility() -> None:
