@@ -55,6 +55,8 @@ def set_apart(traced: TracedModel, pins: Mapping[str, str]) -> TracedModel:
     ways: dict[str, set[str]] = defaultdict(set)
     for s in traced.layers:
         ways[s.class_id].add(pinned.get(s.index, ""))
+    if all(len(of_class) == 1 for of_class in ways.values()):
+        return traced
     return replace(traced, segments=tuple(
         replace(s, class_id=f"{s.class_id} {pinned[s.index]}") if s.index in pinned and len(ways[s.class_id]) > 1 else s
         for s in traced.segments
