@@ -253,9 +253,9 @@ class Run:
         return Evaluator(prices or self.prices, replace(self.cluster, device=device), self.held, self.partitions,
                          self.pins, self.limits.splits_backward)  # fmt: skip
 
-    def least(self) -> tuple[Evaluation, float]:
-        """The setting that needs least memory, and what none needs less than."""
-        return least_memory(self.evaluator, self.partitions, self.settings, self.deadline_s)
+    def least(self, enough_bytes: float | None = None) -> tuple[Evaluation, float]:
+        """The setting that needs least memory, or one for which `enough_bytes` are, and what none needs less than."""
+        return least_memory(self.evaluator, self.partitions, self.settings, self.deadline_s, enough_bytes)
 
     def _infeasible(self) -> InfeasiblePlanError:
         least, proven_bytes = self.least()
@@ -267,13 +267,15 @@ class Run:
             self._checkpoint_text(found),
             found.step_s,
             proven_bytes,
+            self.spec.memory_headroom,
             self.deadline_s,
         )
         nearest = self.plan_of(found, roomy.price(found.setting))
         train = replace(self.train, global_batch=self.global_batch)
 
-        def least_of(cluster: ClusterSpec, pins: Pins) -> Evaluation:
-            return Run(self.traced, cluster, train, pins, self.spec.share_of(self.deadline_s, 1)).least()[0]
+        def least_of(cluster: ClusterSpec, pins: Pins, enough_bytes: float | None) -> Evaluation:
+            run = Run(self.traced, cluster, train, pins, self.spec.share_of(self.deadline_s, 1))
+            return run.least(enough_bytes)[0]
 
         nearest = nearest.replace(prediction=self.prediction(found))
         return explain_shortage(shortage, self.cluster, self.pins, self.memory_bytes, least_of, nearest)
