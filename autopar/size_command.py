@@ -7,6 +7,7 @@ import json
 import math
 from typing import TYPE_CHECKING, Any
 
+from autopar.checks import require_count
 from autopar.errors import SpecError
 
 if TYPE_CHECKING:
@@ -69,7 +70,8 @@ def run(options: argparse.Namespace) -> int:
     smallest = offer.cluster(counts[0] if counts else offer.devices_per_node)
     traced = api.capture(model, smallest, train, example=source.example())
     sizing = size(offer, job, traced.parameter_count,
-                  lambda cluster: api.search_captured(traced, cluster, train, pins), counts)  # fmt: skip
+                  lambda cluster: api.search_captured(traced, cluster, train, pins), counts,
+                  lambda cluster: pins.check(cluster, train))  # fmt: skip
     best = sizing.smallest if options.price is None else sizing.cheapest or sizing.smallest
     if options.output and best is not None and best.plan is not None:
         best.plan.save(options.output)
@@ -85,13 +87,18 @@ def run(options: argparse.Namespace) -> int:
 def _counts(text: str | None, offer: Offer) -> list[int] | None:
     if text is None:
         return None
+    from autopar.specs import MOST_DEVICES
+
     found = []
     for part in text.split(","):
         if not part.strip().isdecimal() or len(part) > 12 or int(part) < 1:
             raise SpecError(f"{part!r} is no count of devices", where="--counts", try_="--counts 64,128,256")
         found.append(int(part))
     per_node = offer.devices_per_node
+    most = MOST_DEVICES // per_node * per_node
     for count in found:
+        if count > most:
+            raise SpecError(f"{count} devices are too many", where="--counts", try_=f"at most {most}")
         if count % per_node and per_node % count:
             raise SpecError(f"{count} devices are no whole number of nodes of {per_node}", where="--counts",
                             try_=f"{max(1, round(count / per_node)) * per_node}")  # fmt: skip
@@ -102,6 +109,9 @@ def _counts(text: str | None, offer: Offer) -> list[int] | None:
 def _train(options: argparse.Namespace, source: ModelSource, model: nn.Module) -> TrainSpec:
     from autopar.specs import TrainSpec
 
+    for name in ("seq_len", "global_batch"):
+        if getattr(options, name) is not None:
+            require_count(getattr(options, name), f"--{name.replace('_', '-')}")
     seq_len = options.seq_len
     if seq_len is None:
         seq_len = min(_positions(source, model) or 2048, LONGEST_DEFAULT)

@@ -67,7 +67,7 @@ _OF_PLAN = ("solver", "status", "bound_s", "gap", "candidates", "pruned")
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout that was not chosen, in its best setting. `bound_s` is its analytic lower bound."""
+    """A layout that was not chosen, within 5 % of its best setting. `bound_s` is its analytic lower bound."""
 
     degrees: Degrees
     sp: bool
@@ -210,7 +210,7 @@ class Run:
         statistics = self.statistics(best, fastest)
         plan = plan.replace(solver={name: statistics[name] for name in _OF_PLAN}, prediction=self.prediction(best))
         slow_link = across_slow_link(self.cluster, self.space.best_of_layout.values(), self.space.proven_s)
-        without_effect = pins_without_effect(self.pins, plan.degrees.tp, plan.degrees.pp)
+        without_effect = pins_without_effect(self.pins, plan)
         notices = (*self.notices, *self.prices.counts.notes, *without_effect, *([slow_link] if slow_link else ()))
         return SearchResult(plan, alternatives, statistics, notices)
 
@@ -382,6 +382,7 @@ def _memory_limit(device: DeviceSpec, headroom: float, memory_bytes: float | Non
     if limit <= device.reserved_bytes:
         raise SpecError(
             f"{limit / 2**30:.2f} GiB a device are left, {device.reserved_bytes / 2**30:.2f} GiB are reserved",
-            where="search.memory_headroom", try_="a smaller fraction",
+            where="search.memory_headroom",
+            try_=f"a fraction below {math.floor(100 * (1 - device.reserved_bytes / device.memory_bytes)) / 100:g}",
         )  # fmt: skip
     return limit

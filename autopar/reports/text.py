@@ -90,7 +90,7 @@ def render(
     if timed:
         parts += [_section("Where the step goes"), _time_table(plan.prediction)]
     if plan.prediction.get("peak_memory_bytes"):
-        parts += [_section("Memory at the peak, per device"), _memory_table(plan.prediction, cluster)]
+        parts += [_section("Memory at the peak, per device"), _memory_table(plan.prediction, cluster, plan.degrees.pp)]
     if not timed:
         parts.append(Text("\nNo prediction: this plan was not priced."))
     if plan.prediction.get("largest_activations"):
@@ -102,7 +102,7 @@ def render(
         parts += [_section("Collectives per step and device"), _collective_table(plan.prediction["collectives"])]
     if result is not None and result.alternatives:
         parts += [
-            _section("The nearest alternatives, and what each loses"),
+            _section("The nearest alternatives, and what each loses (each is within 5 % of the best of its degrees)"),
             _alternative_table(plan, result.alternatives),
         ]
     statistics = result.statistics if result is not None else plan.solver
@@ -173,9 +173,13 @@ def _choices(plan: Plan) -> Table:
 def _checkpoint_text(plan: Plan) -> str:
     modes = [plan.checkpoint_mode(path) for stage in plan.layer_paths() for path in stage]
     counts = {mode: modes.count(mode) for mode in dict.fromkeys(modes)}
+    whole = f", {plan.checkpoint_segment} layers at a time" if plan.checkpoint_segment > 1 else ""
+    names = {mode: mode + (whole if mode == "full" else "") for mode in counts}
     if len(counts) == 1:
-        return next(iter(counts))
-    return ", ".join(f"{mode} on {n} of {len(modes)} layers" for mode, n in sorted(counts.items()) if mode != "none")
+        return next(iter(names.values()))
+    return ", ".join(
+        f"{names[mode]} on {n} of {len(modes)} layers" for mode, n in sorted(counts.items()) if mode != "none"
+    )
 
 
 def _time_table(prediction: Mapping[str, Any]) -> Table:
@@ -195,9 +199,10 @@ def _time_table(prediction: Mapping[str, Any]) -> Table:
     return table
 
 
-def _memory_table(prediction: Mapping[str, Any], cluster: ClusterSpec | None) -> Table:
-    """A row for each run of neighbouring stages with equal figures, a column for each category in use."""
-    stages: Sequence[Mapping[str, int]] = prediction["peak_memory_bytes"]
+def _memory_table(prediction: Mapping[str, Any], cluster: ClusterSpec | None, ranks: int) -> Table:
+    """A row for each run of neighbouring stages with equal figures, a column for each category in use. Several stages
+    on a rank share its figures: they stand once, under the first of them."""
+    stages: Sequence[Mapping[str, int]] = prediction["peak_memory_bytes"][:ranks]
     categories = [key for key in stages[0] if key == "total" or any(stage.get(key) for stage in stages)]
     headers = ["stage", *(MEMORY_NAMES.get(key, key) for key in categories)]
     if cluster is not None:

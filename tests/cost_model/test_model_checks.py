@@ -12,6 +12,8 @@ from autopar.cost_model.candidates import ModelLimits, enumerate_partitions
 from autopar.cost_model.model_checks import check_model, check_pinned_dims, pins_without_effect
 from autopar.errors import AutoparError, InfeasiblePlanError, SpecError
 from autopar.ir import TracedModel
+from autopar.mesh import Degrees
+from autopar.plan import Plan
 from autopar.specs import Pins
 from autopar.trace import trace
 
@@ -66,12 +68,16 @@ def test_nothing_to_train() -> None:
 
 
 def test_pins_without_effect_are_told() -> None:
-    pins = Pins(schedule="gpipe", modules={"blocks.*": "R"})
-    assert [("schedule" in n, "blocks.*" in n) for n in pins_without_effect(pins, 1, 1)] == [
-        (True, False),
-        (False, True),
-    ]
-    assert pins_without_effect(pins, 2, 2) == pins_without_effect(Pins(), 1, 1) == []
+    one = Plan(degrees=Degrees(), global_batch=4, seq_len=8, micro_batch=1, stages=(("blocks.0-1",),))
+    all_axes = one.replace(
+        degrees=Degrees(dp=2, cp=2, tp=2, pp=2), stages=(("blocks.0",), ("blocks.1",)), zero=1,
+        checkpoint={"blocks.*": "full"},
+    )  # fmt: skip
+    texts = ["context_parallel=ring", "zero_group=2", "checkpoint_segment=2", "schedule=gpipe", "blocks.*=R"]
+    for text in texts:
+        (notice,) = pins_without_effect(Pins.parse([text]), one)
+        assert text.removesuffix("=R") in notice
+    assert pins_without_effect(Pins.parse(texts), all_axes) == pins_without_effect(Pins(), one) == []
 
 
 def test_a_pinned_dim_has_to_exist() -> None:

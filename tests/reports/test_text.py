@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -154,3 +155,15 @@ def test_interleaved_stages_name_the_ranks_that_hold_them() -> None:
 )
 def test_quantities(text: str, expected: str) -> None:
     assert text == expected
+
+
+def test_stages_of_one_rank_share_its_memory_and_segments_are_told() -> None:
+    stages = tuple((f"model.layers.{8 * i}-{8 * i + 7}",) for i in range(4))
+    plan = PRICED.replace(
+        degrees=replace(PRICED.degrees, pp=2), stages=stages, schedule="interleaved", virtual_stages=2,
+        checkpoint_segment=4,
+    )  # fmt: skip
+    text = render(plan)
+    memory = text[text.index("Memory at the peak") : text.index("Layers")]
+    assert [line.split()[0] for line in memory.splitlines()[4:] if line] == ["0-1"]
+    assert "full, 4 layers at a time on 16 of 32 layers" in " ".join(text.split())
