@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from autopar import size_command
 from autopar.command_options import parser
 from autopar.errors import AutoparError, SpecError
-from autopar.whole_file import write_whole
+from autopar.whole_file import is_special, write_whole
 
 if TYPE_CHECKING:
     from autopar.cost_model.search import SearchResult
@@ -230,6 +230,8 @@ def _check_output(path: str | None) -> None:
         raise SpecError(f"no folder {parent}", where="--output", try_="a folder that exists")
     if Path(path).is_dir():
         raise SpecError("is a folder", where=f"--output {path}", try_="a file name in it, plan.json")
+    if not os.access(path if is_special(Path(path)) else Path(os.path.realpath(path)).parent, os.W_OK):
+        raise SpecError("may not be written", where=f"--output {path}", try_="a folder of your own")
 
 
 def _check_sequence(source: ModelSource, seq_len: int) -> None:
