@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 USER_ERROR, DIFFERS = 2, 1
+READER_GONE = 128 + 13
+"""As a shell reports a process that SIGPIPE ended."""
+
 RANKS_PER_CORE, RANK_BYTES = 16, 256 * 2**20
 
 
@@ -40,7 +43,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the process's exit code."""
     options = parser(RUNS).parse_args(arguments)
     try:
-        return int(options.run(options))
+        code = int(options.run(options))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # who read the output has seen enough: `autopar plan ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return READER_GONE
     except Exception as error:  # noqa: BLE001 - the border of the process: whatever it was ends in one line
         if options.traceback:
             traceback.print_exception(error)
@@ -105,7 +113,7 @@ def _plan(options: argparse.Namespace) -> int:
     from autopar.reports.text import render
 
     spent = result.statistics
-    print(render(result.plan, result, cluster=cluster, model=source.name, notices=result.notices), end="")
+    _print(render(result.plan, result, cluster=cluster, model=source.name, notices=result.notices))
     print(f"\ncapture {spent['capture_s']:.1f} s, search {spent['search_s']:.1f} s")
     if options.output:
         print(f"plan written to {options.output}")
@@ -204,8 +212,18 @@ def _report(options: argparse.Namespace) -> int:
             where="--cluster",
             try_="the cluster it was planned for",
         )
-    print(render(plan, cluster=cluster), end="")
+    _print(render(plan, cluster=cluster))
     return 0
+
+
+def _print(report: str) -> None:
+    """In what the output can hold: a report's rules are no ASCII."""
+    encoding = sys.stdout.encoding or "utf-8"
+    try:
+        report.encode(encoding)
+    except UnicodeEncodeError:
+        report = report.replace("─", "-").encode(encoding, "replace").decode(encoding)
+    print(report, end="")
 
 
 def _check_ranks(ranks: int, where: str) -> None:

@@ -8,13 +8,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autopar.api import search_captured
 from autopar.cost_model.candidates import ModelLimits, enumerate_partitions
 from autopar.cost_model.model_checks import check_model, check_pinned_dims, pins_without_effect
 from autopar.errors import AutoparError, InfeasiblePlanError, SpecError
+from autopar.hardware import preset
 from autopar.ir import TracedModel
 from autopar.mesh import Degrees
 from autopar.plan import Plan
-from autopar.specs import Pins
+from autopar.specs import Pins, TrainSpec
 from autopar.trace import trace
 
 ROWS = 64
@@ -59,6 +61,13 @@ def test_a_model_with_a_loss_weights_and_layers_passes_up_to_its_last_position()
 def test_the_cause_is_named(options: dict[str, Any], says: str) -> None:
     with pytest.raises(AutoparError, match=says):
         check_model(captured(**options), 8)
+
+
+def test_a_missing_loss_is_told_before_a_length_that_is_fixed() -> None:
+    traced = trace(nn.Linear(4, 4), {"input": torch.zeros(2, 4)})
+    assert traced.seq_range == (4, 4)
+    with pytest.raises(AutoparError, match="no loss"):
+        search_captured(traced, preset("local", 1), TrainSpec(global_batch=2, seq_len=32))
 
 
 def test_nothing_to_train() -> None:
