@@ -110,10 +110,11 @@ def _plan(options: argparse.Namespace) -> int:
         print(json.dumps(_plan_json(result), indent=2))
         return 0
 
-    from autopar.reports.text import render
+    from autopar.reports.text import WIDTH, render
 
     spent = result.statistics
-    _print(render(result.plan, result, cluster=cluster, model=source.name, notices=result.notices))
+    width = size_command.columns(WIDTH)
+    _print(render(result.plan, result, cluster=cluster, model=source.name, notices=result.notices, width=width))
     print(f"\ncapture {spent['capture_s']:.1f} s, search {spent['search_s']:.1f} s")
     if options.output:
         print(f"plan written to {options.output}")
@@ -201,7 +202,7 @@ def _write(text: str, path: str | None) -> None:
 
 def _report(options: argparse.Namespace) -> int:
     from autopar.plan import Plan
-    from autopar.reports.text import render
+    from autopar.reports.text import WIDTH, render
     from autopar.specs import ClusterSpec
 
     plan = Plan.load(options.plan)
@@ -212,7 +213,7 @@ def _report(options: argparse.Namespace) -> int:
             where="--cluster",
             try_="the cluster it was planned for",
         )
-    _print(render(plan, cluster=cluster))
+    _print(render(plan, cluster=cluster, width=size_command.columns(WIDTH)))
     return 0
 
 

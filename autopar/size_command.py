@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shutil
+import sys
 from typing import TYPE_CHECKING, Any
 
 from autopar.checks import require_count
@@ -17,7 +19,9 @@ if TYPE_CHECKING:
     from autopar.sizing import Job, Offer, Size, Sizing
     from autopar.specs import TrainSpec
 
-__all__ = ["add_options", "run"]
+__all__ = ["add_options", "columns", "run"]
+
+WIDTH = 130
 
 TOKENS_PER_STEP = 4 * 2**20
 """Where no batch is stated: about what models of 1B to 400B parameters are published with."""
@@ -180,7 +184,14 @@ def _print(sizing: Sizing, job: Job, offer: Offer, train: TrainSpec, model: str)
           + (f", {job.tokens:.4g} tokens" if job.tokens else "")
           + (f" within {job.deadline_s / 86400:.4g} days" if job.deadline_s else "")
           + (f", {job.useful:.0%} of the time training" if job.useful < 1 else "") + "\n")  # fmt: skip
-    Console(width=130, color_system=None, highlight=False).print(table)
+    Console(width=columns(WIDTH), color_system=None, highlight=False).print(table)
+
+
+def columns(most: int) -> int:
+    """Of the output: a terminal's own, at least 80; `most` where it is a file or a pipe."""
+    if not sys.stdout.isatty():
+        return most
+    return min(most, max(80, shutil.get_terminal_size().columns))
 
 
 def _cells(found: Size, job: Job, train: TrainSpec) -> list[str]:
