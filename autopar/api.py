@@ -15,6 +15,7 @@ from torch import nn
 
 from autopar import passes
 from autopar.build import Captured, build
+from autopar.cost_model.model_checks import check_model
 from autopar.cost_model.objectives import search_for
 from autopar.cost_model.search import SearchResult
 from autopar.cost_model.step_collectives import rank_collectives
@@ -181,6 +182,8 @@ def search_captured(
     train = train or TrainSpec()
     if train.seq_len is None:
         train = replace(train, seq_len=_longest_sequence(traced))
+    assert train.seq_len is not None
+    check_model(traced, train.seq_len)  # a model without a loss or layers is told so, whatever its sequences
     _check_sequence(traced, train.seq_len)
     result = search_for(traced, cluster, train, pins, spec)
     return replace(result, plan=_with_collectives(traced, result.plan))
@@ -197,10 +200,10 @@ def _with_collectives(traced: TracedModel, plan: Plan) -> Plan:
     return plan.replace(prediction={**plan.prediction, "collectives": rows})
 
 
-def _check_sequence(traced: TracedModel, seq_len: int | None) -> None:
+def _check_sequence(traced: TracedModel, seq_len: int) -> None:
     """The model's code may have branched on the length, or written it down: then other lengths are another program."""
     low, high = traced.seq_range
-    if seq_len is not None and (seq_len < low or (high is not None and seq_len > high)):
+    if seq_len < low or (high is not None and seq_len > high):
         valid = f"sequences of {low} tokens only" if low == high else f"sequences of {low} to {high or 'any'} tokens"
         raise SpecError(
             f"the model was captured for {valid}, seq_len is {seq_len}",

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from autopar import size_command
 from autopar.command_options import parser
 from autopar.errors import AutoparError, SpecError
-from autopar.whole_file import write_whole
+from autopar.whole_file import is_special, write_whole
 
 if TYPE_CHECKING:
     from autopar.cost_model.search import SearchResult
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 USER_ERROR, DIFFERS = 2, 1
+READER_GONE = 128 + 13
+"""As a shell reports a process that SIGPIPE ended."""
+
 RANKS_PER_CORE, RANK_BYTES = 16, 256 * 2**20
 
 
@@ -40,7 +43,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the process's exit code."""
     options = parser(RUNS).parse_args(arguments)
     try:
-        return int(options.run(options))
+        code = int(options.run(options))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # who read the output has seen enough: `autopar plan ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return READER_GONE
     except Exception as error:  # noqa: BLE001 - the border of the process: whatever it was ends in one line
         if options.traceback:
             traceback.print_exception(error)
@@ -102,10 +110,11 @@ def _plan(options: argparse.Namespace) -> int:
         print(json.dumps(_plan_json(result), indent=2))
         return 0
 
-    from autopar.reports.text import render
+    from autopar.reports.text import WIDTH, render
 
     spent = result.statistics
-    print(render(result.plan, result, cluster=cluster, model=source.name, notices=result.notices), end="")
+    width = size_command.columns(WIDTH)
+    _print(render(result.plan, result, cluster=cluster, model=source.name, notices=result.notices, width=width))
     print(f"\ncapture {spent['capture_s']:.1f} s, search {spent['search_s']:.1f} s")
     if options.output:
         print(f"plan written to {options.output}")
@@ -193,7 +202,7 @@ def _write(text: str, path: str | None) -> None:
 
 def _report(options: argparse.Namespace) -> int:
     from autopar.plan import Plan
-    from autopar.reports.text import render
+    from autopar.reports.text import WIDTH, render
     from autopar.specs import ClusterSpec
 
     plan = Plan.load(options.plan)
@@ -204,8 +213,18 @@ def _report(options: argparse.Namespace) -> int:
             where="--cluster",
             try_="the cluster it was planned for",
         )
-    print(render(plan, cluster=cluster), end="")
+    _print(render(plan, cluster=cluster, width=size_command.columns(WIDTH)))
     return 0
+
+
+def _print(report: str) -> None:
+    """In what the output can hold: a report's rules are no ASCII."""
+    encoding = sys.stdout.encoding or "utf-8"
+    try:
+        report.encode(encoding)
+    except UnicodeEncodeError:
+        report = report.replace("─", "-").encode(encoding, "replace").decode(encoding)
+    print(report, end="")
 
 
 def _check_ranks(ranks: int, where: str) -> None:
@@ -230,6 +249,8 @@ def _check_output(path: str | None) -> None:
         raise SpecError(f"no folder {parent}", where="--output", try_="a folder that exists")
     if Path(path).is_dir():
         raise SpecError("is a folder", where=f"--output {path}", try_="a file name in it, plan.json")
+    if not os.access(path if is_special(Path(path)) else Path(os.path.realpath(path)).parent, os.W_OK):
+        raise SpecError("may not be written", where=f"--output {path}", try_="a folder of your own")
 
 
 def _check_sequence(source: ModelSource, seq_len: int) -> None:

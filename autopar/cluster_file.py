@@ -105,7 +105,11 @@ def _mixed(document: Mapping[str, Any], stem: str) -> ClusterSpec:
     if len(between) != 1:
         raise SpecError(f"one [[link]] joins the groups, there are {len(between)}", where="link",
                         try_="links inside a group as [[group.link]]")  # fmt: skip
-    link = _link({"span": sum(group.num_devices for group in groups), "name": "between groups", **between[0]}, "link")
+    total = sum(group.num_devices for group in groups)
+    link = _link({"span": total, "name": "inter-group network", **between[0]}, "link")
+    if link.span != total:
+        raise SpecError(f"the link between groups spans {link.span} devices, the groups have {total}",
+                        where="link.span", try_=f"span = {total}, or leave it out")  # fmt: skip
     stack = _stack(_table(document, "stack") if "stack" in document else {})
     return mixed_cluster(document.get("name", stem), groups, link, stack)
 
@@ -122,6 +126,8 @@ def _group(table: Mapping[str, Any], where: str) -> GroupSpec:
         return GroupSpec(name=name, device=whole.device, num_devices=whole.num_devices, links=whole.links)
     links = tuple(_link(link, f"{where}: link {i + 1}") for i, link in enumerate(_tables(table, "link")))
     count = table.get("devices", links[-1].span if links else 1)
+    if "device" not in table:
+        raise SpecError("neither a preset nor a device", where=where, try_='cluster = "dgx-h100:2", or [group.device]')
     return GroupSpec(name=name, device=_device(_table(table, "device")), num_devices=count, links=links)
 
 

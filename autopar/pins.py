@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from autopar.checks import require_count, shown
+from autopar.checks import LARGEST_COUNT, require_count, shown
 from autopar.errors import SpecError, nearest
 from autopar.mesh import divisors
 from autopar.placement import parse_placement
@@ -102,16 +102,16 @@ class Pins:
 
         Degrees must multiply to the devices, dp x microbatch must divide the batch, cp the sequence.
         """
-        _check_devices(self, cluster.num_devices)
-        _check_zero(self, cluster.num_devices)
-        if train.global_batch is not None:
-            _check_batch(self, train.global_batch)
-        if train.seq_len is not None and self.cp not in (None, 1) and train.seq_len % (2 * self.cp):
-            even = train.seq_len % 2 == 0
+        devices, batch, seq_len = cluster.num_devices, train.global_batch, train.seq_len
+        _check_devices(self, devices)
+        _check_zero(self, devices)
+        if batch is not None:
+            _check_batch(self, devices, batch)
+        if not _cuts_sequence(self.cp, seq_len):
             raise SpecError(
-                f"the sequence of {train.seq_len} tokens cannot be cut into {self.cp} equal parts of even length",
+                f"the sequence of {seq_len} tokens cannot be cut into {self.cp} equal parts of even length",
                 where="pin cp",
-                try_=f"cp one of {_nearest_divisors(train.seq_len // 2, self.cp) if even else 1}",
+                try_=_nearest_legal(self, "cp", devices, lambda cp: _cuts_sequence(cp, seq_len)),
             )
 
 
@@ -137,12 +137,14 @@ def _check_devices(pins: Pins, num_devices: int) -> None:
     product = math.prod(pinned.values())
     text = " x ".join(f"{name} {size}" for name, size in pinned.items())
     text = f"{text} = {product}" if len(pinned) > 1 else text
-    name = next(iter(pinned), "")
     if num_devices % product:
+        one = next(iter(pinned)) if len(pinned) == 1 else None
         raise SpecError(
             f"{text} does not divide the {num_devices} devices",
             where=f"pin {' '.join(pinned)}",
-            try_=f"{'a product of' if len(pinned) > 1 else f'{name} one of'} {_nearest_divisors(num_devices, product)}",
+            try_=_nearest_legal(pins, one, num_devices)
+            if one
+            else f"a product of {_nearest(divisors(num_devices), product)}",
         )
     if len(pinned) == len(degrees) and product != num_devices:
         raise SpecError(
@@ -163,26 +165,40 @@ def _check_zero(pins: Pins, num_devices: int) -> None:
         )
 
 
-def _check_batch(pins: Pins, global_batch: int) -> None:
+def _check_batch(pins: Pins, num_devices: int, global_batch: int) -> None:
     dp, microbatch = pins.dp or 1, pins.microbatch or 1
     if global_batch % dp:
         raise SpecError(
             f"the global batch of {global_batch} sequences cannot be shared equally by dp {dp}",
             where="pin dp",
-            try_=f"dp one of {_nearest_divisors(global_batch, dp)}",
+            try_=_nearest_legal(pins, "dp", num_devices, lambda dp: global_batch % dp == 0),
         )
     if global_batch % (dp * microbatch):
         share = f"{global_batch} / dp {dp} = {global_batch // dp}" if pins.dp else f"the global batch of {global_batch}"
         raise SpecError(
             f"microbatch {microbatch} does not divide {share} sequences",
             where="pin microbatch",
-            try_=f"microbatch one of {_nearest_divisors(global_batch // dp, microbatch)}",
+            try_=f"microbatch one of {_nearest(divisors(global_batch // dp), microbatch)}",
         )
 
 
-def _nearest_divisors(number: int, wanted: int) -> str:
-    """Up to four divisors of `number` closest to `wanted`, in order: what a person would change the value to."""
-    closest = sorted(divisors(number), key=lambda d: (abs(d - wanted), d))[:4]
+def _cuts_sequence(cp: int | None, seq_len: int | None) -> bool:
+    """Whether every rank of cp gets two parts, one of the sequence's first half and one of its second."""
+    return cp in (None, 1) or seq_len is None or seq_len % (2 * cp) == 0
+
+
+def _nearest_legal(pins: Pins, axis: str, num_devices: int, legal: Callable[[int], bool] = lambda size: True) -> str:
+    """ "cp one of 1, 2": degrees that the other pins leave room for. What tp and pp may be the model says."""
+    others = math.prod(getattr(pins, name) or 1 for name in ("dp", "tp", "cp", "pp") if name != axis)
+    values = [size for size in divisors(num_devices // math.gcd(num_devices, others)) if legal(size)]
+    of_model = {"tp": ", as far as it divides the heads", "pp": ", at most the layers"}
+    one_of = " one of" if len(values) > 1 else ""
+    return f"{axis}{one_of} {_nearest(values, getattr(pins, axis))}{of_model.get(axis, '')}"
+
+
+def _nearest(numbers: list[int], wanted: int) -> str:
+    """Up to four of them closest to `wanted`, in order: what a person would change the value to."""
+    closest = sorted(numbers, key=lambda d: (abs(d - wanted), d))[:4]
     return ", ".join(map(str, sorted(closest)))
 
 
@@ -193,7 +209,8 @@ def _names() -> list[str]:
 def _value(key: str, text: str) -> Any:
     if key in (*COUNTS, "zero"):
         if not text.isdecimal() or len(text) > 20:
-            raise SpecError(f"must be an integer, not {shown(text)}", where=f"pin {key}")
+            wanted = "one of 0, 1, 2, 3" if key == "zero" else f"a positive integer, at most {LARGEST_COUNT}"
+            raise SpecError(f"must be {wanted}, not {shown(text)}", where=f"pin {key}")
         return int(text)
     if key == "sp":
         if text.lower() not in SWITCHES:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shutil
+import sys
 from typing import TYPE_CHECKING, Any
 
+from autopar.checks import require_count
 from autopar.errors import SpecError
 
 if TYPE_CHECKING:
@@ -16,7 +19,9 @@ if TYPE_CHECKING:
     from autopar.sizing import Job, Offer, Size, Sizing
     from autopar.specs import TrainSpec
 
-__all__ = ["add_options", "run"]
+__all__ = ["add_options", "columns", "run"]
+
+WIDTH = 130
 
 TOKENS_PER_STEP = 4 * 2**20
 """Where no batch is stated: about what models of 1B to 400B parameters are published with."""
@@ -69,7 +74,8 @@ def run(options: argparse.Namespace) -> int:
     smallest = offer.cluster(counts[0] if counts else offer.devices_per_node)
     traced = api.capture(model, smallest, train, example=source.example())
     sizing = size(offer, job, traced.parameter_count,
-                  lambda cluster: api.search_captured(traced, cluster, train, pins), counts)  # fmt: skip
+                  lambda cluster: api.search_captured(traced, cluster, train, pins), counts,
+                  lambda cluster: pins.check(cluster, train))  # fmt: skip
     best = sizing.smallest if options.price is None else sizing.cheapest or sizing.smallest
     if options.output and best is not None and best.plan is not None:
         best.plan.save(options.output)
@@ -85,13 +91,18 @@ def run(options: argparse.Namespace) -> int:
 def _counts(text: str | None, offer: Offer) -> list[int] | None:
     if text is None:
         return None
+    from autopar.specs import MOST_DEVICES
+
     found = []
     for part in text.split(","):
         if not part.strip().isdecimal() or len(part) > 12 or int(part) < 1:
             raise SpecError(f"{part!r} is no count of devices", where="--counts", try_="--counts 64,128,256")
         found.append(int(part))
     per_node = offer.devices_per_node
+    most = MOST_DEVICES // per_node * per_node
     for count in found:
+        if count > most:
+            raise SpecError(f"{count} devices are too many", where="--counts", try_=f"at most {most}")
         if count % per_node and per_node % count:
             raise SpecError(f"{count} devices are no whole number of nodes of {per_node}", where="--counts",
                             try_=f"{max(1, round(count / per_node)) * per_node}")  # fmt: skip
@@ -102,6 +113,9 @@ def _counts(text: str | None, offer: Offer) -> list[int] | None:
 def _train(options: argparse.Namespace, source: ModelSource, model: nn.Module) -> TrainSpec:
     from autopar.specs import TrainSpec
 
+    for name in ("seq_len", "global_batch"):
+        if getattr(options, name) is not None:
+            require_count(getattr(options, name), f"--{name.replace('_', '-')}")
     seq_len = options.seq_len
     if seq_len is None:
         seq_len = min(_positions(source, model) or 2048, LONGEST_DEFAULT)
@@ -170,7 +184,14 @@ def _print(sizing: Sizing, job: Job, offer: Offer, train: TrainSpec, model: str)
           + (f", {job.tokens:.4g} tokens" if job.tokens else "")
           + (f" within {job.deadline_s / 86400:.4g} days" if job.deadline_s else "")
           + (f", {job.useful:.0%} of the time training" if job.useful < 1 else "") + "\n")  # fmt: skip
-    Console(width=130, color_system=None, highlight=False).print(table)
+    Console(width=columns(WIDTH), color_system=None, highlight=False).print(table)
+
+
+def columns(most: int) -> int:
+    """Of the output: a terminal's own, at least 80; `most` where it is a file or a pipe."""
+    if not sys.stdout.isatty():
+        return most
+    return min(most, max(80, shutil.get_terminal_size().columns))
 
 
 def _cells(found: Size, job: Job, train: TrainSpec) -> list[str]:

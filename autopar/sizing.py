@@ -140,13 +140,14 @@ class Job:
 
 def size(
     offer: Offer, job: Job, parameters: int, plan_for: Callable[[ClusterSpec], SearchResult],
-    counts: Sequence[int] | None = None,
+    counts: Sequence[int] | None = None, check: Callable[[ClusterSpec], None] = lambda cluster: None,
 ) -> Sizing:  # fmt: skip
-    """The sizes looked at, and the best of them. With `counts` exactly those are.
+    """The sizes looked at, and the best of them. With `counts` exactly those are. `check` raises SpecError for a
+    cluster that the pins do not go with; such counts are passed over, unless they are asked for.
 
     `plan_for` searches a cluster's plan. Raises InfeasiblePlanError if no count meets the deadline.
     """
-    run = _Run(offer, job, plan_for)
+    run = _Run(offer, job, plan_for, check, counts)
     if counts is None:
         if job.tokens is None or job.deadline_s is None:
             raise SpecError("without counts, tokens and a deadline decide", where="size",
@@ -162,10 +163,24 @@ def size(
 
 
 class _Run:
-    def __init__(self, offer: Offer, job: Job, plan_for: Callable[[ClusterSpec], SearchResult]) -> None:
+    def __init__(
+        self, offer: Offer, job: Job, plan_for: Callable[[ClusterSpec], SearchResult],
+        check: Callable[[ClusterSpec], None], counts: Sequence[int] | None,
+    ) -> None:  # fmt: skip
         self.offer, self.job, self.plan_for = offer, job, plan_for
-        self.counts = counts_of(offer)
+        asked = counts or counts_of(offer)
+        self.refusals = {count: error for count in asked if (error := self._refusal(count, check)) is not None}
+        self.counts = [count for count in asked if count not in self.refusals]
+        if not self.counts:
+            raise self.refusals[asked[-1]]
         self.seen: dict[int, Size] = {}
+
+    def _refusal(self, devices: int, check: Callable[[ClusterSpec], None]) -> SpecError | None:
+        try:
+            check(self.offer.cluster(devices))
+        except SpecError as error:
+            return error
+        return None
 
     def look_at(self, devices: int) -> Size:
         if devices not in self.seen:
@@ -173,6 +188,8 @@ class _Run:
         return self.seen[devices]
 
     def _search(self, devices: int) -> Size:
+        if devices in self.refusals:
+            return Size(devices=devices, plan=None, reason=self.refusals[devices].what)
         cluster = self.offer.cluster(devices)
         try:
             plan = self.plan_for(cluster).plan
@@ -266,5 +283,12 @@ class _Run:
             f"no count of {self.offer.name} meets the deadline: the fastest looked at, {best.devices} devices, "
             f"takes {best.train_s / 86400:.3g} days",
             where="--deadline",
-            try_=f"at least {best.train_s / 86400:.3g}d, or a larger --global-batch, which more devices can share",
+            try_=f"at least {_days_up(best.train_s)}d, or a larger --global-batch, which more devices can share",
         )
+
+
+def _days_up(seconds: float) -> str:
+    """Three digits, never less than it is."""
+    days = seconds / 86400
+    scale = 10.0 ** (math.floor(math.log10(days)) - 2)
+    return f"{math.ceil(days / scale) * scale:.6g}"

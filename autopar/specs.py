@@ -83,7 +83,10 @@ class DeviceSpec:
             require_one_of(dtype, DTYPES, "device.flops")
             finite_positive(rate, f"device.flops[{dtype}]")
         if finite_non_negative(self.reserved_bytes, "device.reserved_bytes") >= self.memory_bytes:
-            raise SpecError("no memory is left after what is reserved", where="device.reserved_bytes")
+            raise SpecError(
+                f"no memory is left: a device has {self.memory_bytes} bytes, and {self.reserved_bytes} are reserved",
+                where="device.reserved_bytes", try_="less in reserved, or devices with more memory",
+            )  # fmt: skip
         object.__setattr__(self, "flops", MappingProxyType(dict(self.flops)))
 
     # A read-only view neither pickles nor hashes: both go through the plain values.

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from autopar.errors import InfeasiblePlanError
+from autopar.cost_model.no_degrees import no_degrees
 from autopar.mesh import Degrees, divisors
 from autopar.plan import LOOPED
 from autopar.specs import Pins
@@ -141,25 +141,26 @@ def enumerate_partitions(
     num_devices: int, global_batch: int, seq_len: int, limits: ModelLimits, pins: Pins
 ) -> list[Partition]:
     """Every legal partition under the pins. Raises InfeasiblePlanError naming the rule or pin that leaves nothing."""
-    legal_tp = [d for d in divisors(num_devices) if limits.tp_is_legal(d)]
-    if pins.tp is not None and pins.tp not in legal_tp:
-        raise InfeasiblePlanError(
-            f"tp={pins.tp} cannot shard {_heads_text(limits.heads)} of this model", where="pin tp",
-            try_=f"tp one of {', '.join(map(str, legal_tp))}{_on_other_devices(limits, legal_tp)}",
-        )  # fmt: skip
-    found: list[Partition] = []
-    for degrees in _degrees(num_devices, legal_tp, limits.layers, pins):
-        if global_batch % degrees.dp or not _is_legal(degrees, seq_len, limits, pins):
-            continue
-        found += _partitions(degrees, global_batch, seq_len, limits, pins)
+    found = list(_all_partitions(num_devices, global_batch, seq_len, limits, pins))
     if not found:
-        what, remedy = _nothing_left(num_devices, global_batch, seq_len, limits, legal_tp, pins)
-        raise InfeasiblePlanError(what, where="degrees", try_=remedy)
+        raise no_degrees(
+            num_devices, global_batch, seq_len, limits, pins,
+            lambda devices, others: any(True for _ in _all_partitions(devices, global_batch, seq_len, limits, others)),
+        )  # fmt: skip
     return found
 
 
+def _all_partitions(
+    num_devices: int, global_batch: int, seq_len: int, limits: ModelLimits, pins: Pins
+) -> Iterator[Partition]:
+    legal_tp = [d for d in divisors(num_devices) if limits.tp_is_legal(d)]
+    for degrees in _degrees(num_devices, legal_tp, limits.layers, pins):
+        if global_batch % degrees.dp == 0 and _is_legal(degrees, seq_len, limits, pins):
+            yield from _partitions(degrees, global_batch, seq_len, limits, pins)
+
+
 def _degrees(num_devices: int, legal_tp: list[int], layers: int, pins: Pins) -> Iterator[Degrees]:
-    for tp in legal_tp if pins.tp is None else [pins.tp]:
+    for tp in (tp for tp in legal_tp if pins.tp in (None, tp)):
         for pp in divisors(num_devices // tp) if pins.pp is None else [pins.pp]:
             if pp > max(1, layers) or num_devices % (tp * pp):
                 continue
@@ -302,96 +303,3 @@ def _hybrid_groups(degrees: Degrees, spans: tuple[int, ...]) -> Iterator[int]:
         group = span // inner
         if span % inner == 0 and 1 < group < degrees.dp and degrees.dp % group == 0:
             yield group
-
-
-def _heads_text(heads: tuple[int, ...]) -> str:
-    counts = f"the {' or '.join(map(str, heads))} attention heads" if heads else "the attention heads"
-    return f"{counts} or weights"
-
-
-def _on_other_devices(limits: ModelLimits, legal_tp: list[int]) -> str:
-    """The degrees the model itself allows, where the number of devices allows fewer."""
-    possible = [d for d in sorted({d for h in limits.heads for d in divisors(h)}) if limits.tp_is_legal(d)]
-    return f"; the model allows {', '.join(map(str, possible))}" if set(possible) - set(legal_tp) else ""
-
-
-def _nothing_left(
-    num_devices: int, global_batch: int, seq_len: int, limits: ModelLimits, legal_tp: list[int], pins: Pins
-) -> tuple[str, str]:
-    """What is wrong, and what would be right: the pin that excludes all, a batch for these devices, devices for it."""
-    pinned = dict(text.partition("=")[::2] for text in pins.texts() if "." not in text.partition("=")[0])
-    rules = (
-        f"tp may be {', '.join(map(str, legal_tp))}, pp at most {limits.layers} (layers), dp and micro-batch have to "
-        f"divide the global batch {global_batch}, 2 cp the sequence {seq_len}{_rules_of_pins(limits, legal_tp, pins)}"
-    )
-    if pinned:
-        names = [
-            name for name in pinned if _is_possible_without(name, num_devices, global_batch, seq_len, limits, pins)
-        ]
-        blame = f"without {' or '.join(names)} there would be plans" if names else "no single pin is to blame"
-        texts = ", ".join(f"{k}={v}" for k, v in pinned.items())
-        remedy = (f"free the pin {names[0]}" if names else "fewer pins") + _batch_for(num_devices, global_batch, pins)
-        return f"no degrees of {num_devices} devices satisfy the pins {texts}: {rules}; {blame}", remedy
-    inside = {tp * pp for tp in legal_tp for pp in range(1, max(1, limits.layers) + 1) if num_devices % (tp * pp) == 0}
-    fewer = sorted({dp * size for dp in divisors(global_batch) for size in inside if dp * size < num_devices})
-    share = num_devices // max(inside)
-    remedy = f"a global batch that is a multiple of {share}" if global_batch % share else "a longer sequence"
-    remedy += f", or {', '.join(map(str, fewer[-3:]))} devices" if fewer else ""
-    return f"no degrees factor {num_devices} devices: {rules}", remedy
-
-
-def _rules_of_pins(limits: ModelLimits, legal_tp: list[int], pins: Pins) -> str:
-    """Rules that only a pin can break."""
-    rules = _rules_of_sequence(limits, legal_tp, pins)
-    if pins.schedule == "1f1b":
-        rules += ", 1f1b needs a micro-batch for every stage"
-    if pins.schedule == "zero-bubble":
-        rules += ", zero-bubble needs micro-batches in equal rounds of at least pp"
-        if not limits.splits_backward:
-            rules += " and one chain of layers, trained whole and in one dtype"
-    chunks = pins.virtual_stages not in (None, 1) or pins.schedule == "interleaved"
-    if chunks:
-        rules += f", several chunks need pp above 1, pp times chunks at most {limits.layers} (layers)"
-        rules += " and micro-batches in equal rounds of at least pp"
-        if not limits.equal_layers and pins.checkpoint_segment not in (None, 1):
-            rules += ", and segments over layers of several kinds a single chunk"
-    if pins.schedule == "zero-bubble" and pins.checkpoint not in (None, "none"):
-        rules += ", zero-bubble recomputes nothing (each put-off weight gradient would run its layer again)"
-    if pins.zero:
-        rules += f", dp x cp has to be above 1 for zero {pins.zero} to shard anything"
-        if chunks and limits.shares_inside:
-            rules += ", a weight is read in several places, so zero 0 or one chunk a rank"
-    if pins.zero_group not in (None, 0):
-        rules += f", dp has to be a multiple of zero_group {pins.zero_group}"
-    return rules
-
-
-def _rules_of_sequence(limits: ModelLimits, legal_tp: list[int], pins: Pins) -> str:
-    rules = ", sp needs tp above 1 that divides a rank's part of the sequence" if pins.sp else ""
-    if pins.cp is None or pins.cp == 1:
-        return rules
-    tps = legal_tp if pins.tp is None else [pins.tp]
-    kinds = dict.fromkeys(kind for tp in tps for kind in limits.exchanges(pins.cp, tp))
-    return f"{rules}, the attention runs over cp {pins.cp} by {' or '.join(kinds) or 'no exchange'}"
-
-
-def _batch_for(num_devices: int, global_batch: int, pins: Pins) -> str:
-    """The batch that the pinned degrees would take, where they leave a single dp."""
-    if pins.tp is None or pins.pp is None or pins.cp is None:
-        return ""
-    dp, rest = divmod(num_devices, pins.tp * pins.pp * pins.cp)
-    return f", or a global batch that is a multiple of {dp}" if rest == 0 and global_batch % dp else ""
-
-
-def _is_possible_without(
-    name: str, num_devices: int, global_batch: int, seq_len: int, limits: ModelLimits, pins: Pins
-) -> bool:
-    texts = [text for text in pins.texts() if text.partition("=")[0] != name]
-    freed = Pins.parse(texts)
-    legal_tp = [d for d in divisors(num_devices) if limits.tp_is_legal(d)]
-    return any(
-        global_batch % d.dp == 0
-        and _is_legal(d, seq_len, limits, freed)
-        and next(_partitions(d, global_batch, seq_len, limits, freed), None) is not None
-        for d in _degrees(num_devices, legal_tp, limits.layers, freed)
-    )

@@ -33,7 +33,10 @@ def reason_it_loses(other: Evaluation, best: Evaluation) -> str:
         return "as fast, but uses more axes or smaller micro-batches"
     part = largest_excess(other.time_s, best.time_s)
     more = other.time_s[part] - best.time_s[part]
-    return f"{_NAMES[part]}: {1e3 * more:.3g} ms more a step"
+    unit = (
+        f"{more:.3g} s" if more >= 0.9995 else f"{1e3 * more:.3g} ms" if more >= 0.9995e-3 else f"{1e6 * more:.3g} us"
+    )
+    return f"{_NAMES[part]}: {unit} more a step"
 
 
 def largest_excess(other: Mapping[str, float], best: Mapping[str, float]) -> str:
@@ -64,7 +67,7 @@ def across_slow_link(cluster: ClusterSpec, solved: Iterable[Evaluation], proven_
 def _fastest(found: Iterable[Evaluation], proven_s: float) -> str:
     fastest = min(found, key=lambda e: e.step_s, default=None)
     if fastest is None:
-        return f"at least {proven_s:.4g} s a step" if proven_s < float("inf") else "no plan fits"
+        return f"at least {proven_s:.4g} s a step" if proven_s < float("inf") else "no plan"
     d = fastest.setting.degrees
     return (
         f"{fastest.step_s:.4g} s a step ({' '.join(f'{a}={n}' for a, n in vars(d).items() if n > 1) or 'one device'})"

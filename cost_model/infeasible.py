@@ -21,6 +21,9 @@ __all__ = ["Shortage", "explain_shortage", "gib_text"]
 MOST_TIMES = 64
 """A cluster so many times as large is the largest that is looked at."""
 
+MOST_BETWEEN = 7
+"""Numbers of devices that are looked at between one that is too small and twice as many."""
+
 _WORTH = 0.98
 """Doubling devices has to lower the need at least to this part of it, else more of them are not the way."""
 
@@ -28,21 +31,29 @@ _WORTH = 0.98
 @dataclass(frozen=True)
 class Shortage:
     """The setting that needs least, what its fullest stage holds by category, and how it would run. `proven_bytes`: no
-    setting needs less, which is as much unless `deadline_s` (on the clock of `time.perf_counter`) came first."""
+    setting needs less, which is as much unless `deadline_s` (on the clock of `time.perf_counter`) came first.
+    `headroom` is the fraction of a device's memory that is kept free."""
 
     least: Evaluation
     stage_bytes: Mapping[str, int]
     checkpoint: str
     step_s: float
     proven_bytes: float
+    headroom: float = 0.0
     deadline_s: float = math.inf
+
+    @property
+    def device_bytes(self) -> float:
+        """Memory of a device that would do."""
+        return self.least.needed_bytes / (1 - self.headroom)
 
     @property
     def is_late(self) -> bool:
         return time.perf_counter() > self.deadline_s
 
 
-LeastOf = Callable[[ClusterSpec, Pins], Evaluation]
+LeastOf = Callable[[ClusterSpec, Pins, float | None], Evaluation]
+"""The most frugal setting of a cluster under pins; with a number of bytes, one that they are enough for will do."""
 
 
 def explain_shortage(
@@ -51,10 +62,11 @@ def explain_shortage(
     """`least_of` is the most frugal setting of another cluster or of other pins; it raises SpecError or
     InfeasiblePlanError where there is none at all. `nearest_plan` runs on devices with the memory that is asked for."""
     missing = math.ceil(found.least.needed_bytes - limit_bytes)
+    lacks = f"lacks {missing} {'bytes' if missing > 1 else 'byte'} ({gib_text(missing)})"
     blamed = [] if found.is_late else _blamed_pins(pins, cluster, limit_bytes, least_of)
     what = (
         f"no plan fits in {gib_text(limit_bytes)} a device{_of_which(cluster, limit_bytes)}: even the most frugal "
-        f"({_setting_text(found)}) lacks {missing} bytes ({gib_text(missing)}) on stage {found.least.binding_stage}, "
+        f"({_setting_text(found)}) {lacks} on stage {found.least.binding_stage}, "
         f"which needs {gib_text(found.least.needed_bytes)}: {_categories(found.stage_bytes)}"
     )
     pinned = pins.texts()
@@ -66,7 +78,8 @@ def explain_shortage(
         what += "; " + "; ".join(blamed)
     elif pinned:
         what += f" under the pins {', '.join(pinned)}, none of which is to blame alone"
-    remedies = [f"devices of at least {gib_text(found.least.needed_bytes, up=True)} (there this plan takes "
+    spare = f"{found.headroom:.3g} of it kept free; " if found.headroom else ""
+    remedies = [f"devices of at least {gib_text(found.device_bytes, up=True)} ({spare}there this plan takes "
                 f"{found.step_s:.3g} s a step)"]  # fmt: skip
     more = "" if found.is_late else _enough_devices(cluster, pins, limit_bytes, found, least_of)
     remedies.append(more or ("fewer pins" if pinned else "a shorter sequence"))
@@ -85,27 +98,41 @@ def _blamed_pins(pins: Pins, cluster: ClusterSpec, limit_bytes: float, least_of:
 
 
 def _enough_devices(cluster: ClusterSpec, pins: Pins, limit_bytes: float, shortage: Shortage, least_of: LeastOf) -> str:
-    """The smallest doubling of the cluster on which a plan fits, and that plan; "" if more devices are not the way, or
-    the time is over."""
+    """The smallest number of devices looked at on which a plan fits, and that plan; "" if more devices are not the way,
+    or the time is over. Doublings first, then what lies between the last two."""
     before, times = shortage.least.needed_bytes, 2
     while times <= MOST_TIMES and not shortage.is_late:
+        count = times * cluster.num_devices
         try:
-            found = least_of(cluster.resized(times * cluster.num_devices), pins)
+            found = least_of(cluster.resized(count), pins, limit_bytes)
+            if limit_bytes < found.needed_bytes and _WORTH * before < found.needed_bytes:
+                found = least_of(cluster.resized(count), pins, None)
         except (InfeasiblePlanError, SpecError):  # degrees that are all pinned, or one device that nothing joins
             return ""
         if found.needed_bytes <= limit_bytes:
+            for fewer in _between(cluster, count // 2, count):
+                if not shortage.is_late and _needed(cluster.resized(fewer), pins, least_of, limit_bytes) <= limit_bytes:
+                    count, found = fewer, least_of(cluster.resized(fewer), pins, limit_bytes)
+                    break
             d = found.setting.degrees
             degrees = " ".join(f"{axis}={getattr(d, axis)}" for axis in AXES if getattr(d, axis) > 1)
-            return f"{times * cluster.num_devices} of these devices ({degrees}, zero {found.setting.zero})"
+            return f"{count} of these devices ({degrees}, zero {found.setting.zero})"
         if found.needed_bytes > _WORTH * before:
             return ""
         before, times = found.needed_bytes, 2 * times
     return ""
 
 
-def _needed(cluster: ClusterSpec, pins: Pins, least_of: LeastOf) -> float:
+def _between(cluster: ClusterSpec, low: int, high: int) -> list[int]:
+    """Numbers of devices above `low` and below `high`, in whole units of the innermost link, of many some."""
+    unit = cluster.links[0].span if cluster.links else 1
+    step = unit * max(1, math.ceil((high - low) / unit / (MOST_BETWEEN + 1)))
+    return list(range(low + step, high, step))
+
+
+def _needed(cluster: ClusterSpec, pins: Pins, least_of: LeastOf, enough_bytes: float | None = None) -> float:
     try:
-        return least_of(cluster, pins).needed_bytes
+        return least_of(cluster, pins, enough_bytes).needed_bytes
     except (InfeasiblePlanError, SpecError):
         return math.inf
 
@@ -133,4 +160,4 @@ def gib_text(nbytes: float, *, up: bool = False) -> str:
         if nbytes >= scale:
             tenths = math.ceil(nbytes / scale * 10) if up else round(nbytes / scale * 10)
             return f"{tenths / 10:.1f} {unit}"
-    return f"{math.ceil(nbytes)} bytes"
+    return f"{math.ceil(nbytes)} byte" + ("s" if math.ceil(nbytes) != 1 else "")

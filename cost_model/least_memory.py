@@ -16,10 +16,13 @@ __all__ = ["least_memory"]
 
 def least_memory(
     evaluator: Evaluator, partitions: Sequence[Partition], settings_of: Callable[[Partition], list[Setting]],
-    deadline_s: float = math.inf,
+    deadline_s: float = math.inf, enough_bytes: float | None = None,
 ) -> tuple[Evaluation, float]:  # fmt: skip
     """(the setting whose fullest stage needs least device memory, `needed_bytes`, ties to the simpler one; bytes that
     none needs less than, which is as much unless the deadline of `time.perf_counter` ended the search).
+
+    With `enough_bytes` it ends as soon as a setting needs no more than that, or none can: the setting is then one that
+    does, if there is one.
 
     Exact: where as many micro-batches are in flight when all gradients are there as ever, memory never falls with the
     micro-batch (with it fewer are in flight, but not fewer sequences) or with the chunks of a rank, so of these
@@ -37,8 +40,12 @@ def least_memory(
     reserved = evaluator.cluster.device.reserved_bytes
     best: Evaluation | None = None
     while waiting and (best is None or waiting[0][0] + reserved <= best.needed_bytes):
-        if best is not None and time.perf_counter() > deadline_s:
-            return best, waiting[0][0] + reserved
+        bound = waiting[0][0] + reserved
+        if best is not None and (
+            time.perf_counter() > deadline_s
+            or (enough_bytes is not None and (best.needed_bytes <= enough_bytes or bound > enough_bytes))
+        ):
+            return best, bound
         _, _, item = heapq.heappop(waiting)
         if isinstance(item, Partition):
             for s in _worth_a_look(

@@ -133,7 +133,7 @@ class MixedRun:
         plan = self._plan_of(found)
         alternatives = tuple(run.candidate(e, found) for e in run.space.alternatives(found))
         statistics = run.statistics(found, found)
-        without_effect = pins_without_effect(run.pins, plan.degrees.tp, plan.degrees.pp)
+        without_effect = pins_without_effect(run.pins, plan)
         notices = (*run.notices, *run.prices.counts.notes, *without_effect)
         return SearchResult(plan, alternatives, statistics, notices).against(statistics["bound_s"])
 

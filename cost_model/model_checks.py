@@ -10,7 +10,7 @@ from autopar.errors import SpecError, UnsupportedModelError
 from autopar.graph_walks import joined_apart, outputs_of
 from autopar.ir import TracedModel
 from autopar.placement import parse_placement
-from autopar.plan import match_path
+from autopar.plan import Plan, match_path
 from autopar.specs import Pins
 
 __all__ = ["check_model", "check_pinned_dims", "is_one_chain", "pins_without_effect", "shares_inside"]
@@ -74,9 +74,17 @@ def shares_inside(traced: TracedModel) -> bool:
     return False
 
 
-def pins_without_effect(pins: Pins, tp: int, pp: int) -> list[str]:
-    """A notice for each pin that the chosen degrees leave nothing to decide."""
-    notices = []
+def pins_without_effect(pins: Pins, plan: Plan) -> list[str]:
+    """A notice for each pin that the other choices of the plan leave nothing to decide."""
+    notices, tp, pp = [], plan.degrees.tp, plan.degrees.pp
+    if pins.context_parallel is not None and plan.degrees.cp == 1:
+        notices.append(f"the pin context_parallel={pins.context_parallel} has no effect: cp is 1, no sequence is cut")
+    if pins.zero_group not in (None, 0) and plan.zero == 0:
+        notices.append(f"the pin zero_group={pins.zero_group} has no effect: zero is 0, nothing is sharded")
+    if (pins.checkpoint_segment or 1) > 1 and "full" not in plan.checkpoint.values():
+        notices.append(
+            f"the pin checkpoint_segment={pins.checkpoint_segment} has no effect: no layer is recomputed whole"
+        )
     if pins.schedule is not None and pp == 1:
         notices.append(f"the pin schedule={pins.schedule} has no effect: pp is 1, there is nothing to schedule")
     if pins.modules and tp == 1:

@@ -67,7 +67,7 @@ _OF_PLAN = ("solver", "status", "bound_s", "gap", "candidates", "pruned")
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout that was not chosen, in its best setting. `bound_s` is its analytic lower bound."""
+    """A layout that was not chosen, within 5 % of its best setting. `bound_s` is its analytic lower bound."""
 
     degrees: Degrees
     sp: bool
@@ -210,7 +210,7 @@ class Run:
         statistics = self.statistics(best, fastest)
         plan = plan.replace(solver={name: statistics[name] for name in _OF_PLAN}, prediction=self.prediction(best))
         slow_link = across_slow_link(self.cluster, self.space.best_of_layout.values(), self.space.proven_s)
-        without_effect = pins_without_effect(self.pins, plan.degrees.tp, plan.degrees.pp)
+        without_effect = pins_without_effect(self.pins, plan)
         notices = (*self.notices, *self.prices.counts.notes, *without_effect, *([slow_link] if slow_link else ()))
         return SearchResult(plan, alternatives, statistics, notices)
 
@@ -253,9 +253,9 @@ class Run:
         return Evaluator(prices or self.prices, replace(self.cluster, device=device), self.held, self.partitions,
                          self.pins, self.limits.splits_backward)  # fmt: skip
 
-    def least(self) -> tuple[Evaluation, float]:
-        """The setting that needs least memory, and what none needs less than."""
-        return least_memory(self.evaluator, self.partitions, self.settings, self.deadline_s)
+    def least(self, enough_bytes: float | None = None) -> tuple[Evaluation, float]:
+        """The setting that needs least memory, or one for which `enough_bytes` are, and what none needs less than."""
+        return least_memory(self.evaluator, self.partitions, self.settings, self.deadline_s, enough_bytes)
 
     def _infeasible(self) -> InfeasiblePlanError:
         least, proven_bytes = self.least()
@@ -267,13 +267,15 @@ class Run:
             self._checkpoint_text(found),
             found.step_s,
             proven_bytes,
+            self.spec.memory_headroom,
             self.deadline_s,
         )
         nearest = self.plan_of(found, roomy.price(found.setting))
         train = replace(self.train, global_batch=self.global_batch)
 
-        def least_of(cluster: ClusterSpec, pins: Pins) -> Evaluation:
-            return Run(self.traced, cluster, train, pins, self.spec.share_of(self.deadline_s, 1)).least()[0]
+        def least_of(cluster: ClusterSpec, pins: Pins, enough_bytes: float | None) -> Evaluation:
+            run = Run(self.traced, cluster, train, pins, self.spec.share_of(self.deadline_s, 1))
+            return run.least(enough_bytes)[0]
 
         nearest = nearest.replace(prediction=self.prediction(found))
         return explain_shortage(shortage, self.cluster, self.pins, self.memory_bytes, least_of, nearest)
@@ -380,6 +382,7 @@ def _memory_limit(device: DeviceSpec, headroom: float, memory_bytes: float | Non
     if limit <= device.reserved_bytes:
         raise SpecError(
             f"{limit / 2**30:.2f} GiB a device are left, {device.reserved_bytes / 2**30:.2f} GiB are reserved",
-            where="search.memory_headroom", try_="a smaller fraction",
+            where="search.memory_headroom",
+            try_=f"a fraction below {math.floor(100 * (1 - device.reserved_bytes / device.memory_bytes)) / 100:g}",
         )  # fmt: skip
     return limit

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -222,3 +224,23 @@ def test_report_refuses_a_cluster_of_another_size(tmp_path: Path, capsys: pytest
     assert cli.main(["report", str(tmp_path / "plan.json"), "--cluster", "local:4"]) == 0
     assert cli.main(["report", str(tmp_path / "plan.json"), "--cluster", "local:8"]) == 2
     assert "local:8 has 8 devices, the plan is for 4" in capsys.readouterr().err
+
+
+def test_a_report_goes_where_ascii_is_all_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    PLAN.save(tmp_path / "plan.json")
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    assert cli.main(["report", str(tmp_path / "plan.json")]) == 0
+    assert b"-----" in written.getvalue()
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    PLAN.save(tmp_path / "plan.json")
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w", encoding="utf-8") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert cli.main(["report", str(tmp_path / "plan.json")]) == 141
+    assert capsys.readouterr().err == ""

@@ -16,7 +16,7 @@ from autopar.errors import InfeasiblePlanError, SpecError
 from autopar.mesh import Degrees
 from autopar.plan import Plan
 from autopar.sizing import Job, Sizing, counts_of, offer_of, size
-from autopar.specs import ClusterSpec
+from autopar.specs import ClusterSpec, Pins, TrainSpec
 
 DAY_S = 86400.0
 H100 = offer_of("h100")
@@ -97,6 +97,30 @@ def test_a_deadline_that_no_count_meets_says_what_would() -> None:
     with pytest.raises(InfeasiblePlanError, match="no plan with .* devices or fewer: lacks 3 GiB"):
         sized(lambda n: math.nan)
 
+    def step_s(n: int) -> float:
+        return max(1.001, step_of(n, 0.4))  # 2.762 days
+
+    with pytest.raises(InfeasiblePlanError, match=r"at least 2.77d"):
+        sized(step_s, days=2)
+    assert sized(step_s, days=2.77).smallest is not None
+
+
+def test_counts_that_the_pins_do_not_go_with_are_passed_over() -> None:
+    pins, train = Pins(tp=2, dp=3), TrainSpec(global_batch=48, seq_len=8)
+
+    def check(cluster: ClusterSpec) -> None:
+        pins.check(cluster, train)
+
+    job = Job(tokens=TOKENS, tokens_per_step=BATCH_TOKENS, deadline_s=400 * DAY_S)
+    found = size(H100, job, PARAMETERS, searched(lambda n: step_of(n, 0.4)), check=check)
+    assert found.smallest is not None
+    assert found.smallest.devices == min(n for n in counts_of(H100) if n % 6 == 0)
+    table = size(H100, job, PARAMETERS, searched(lambda n: step_of(n, 0.4)), [8, 24], check)
+    assert [s.plan is not None for s in table.sizes] == [False, True]
+    assert table.sizes[0].reason == "dp 3 x tp 2 = 6 does not divide the 8 devices"
+    with pytest.raises(SpecError, match="dp 3 x tp 2"):
+        size(H100, job, PARAMETERS, searched(lambda n: step_of(n, 0.4)), [8, 16], check)
+
 
 def test_counts_that_are_asked_for() -> None:
     """Field case pe-04: a table over 8, 16, 32 and 64 devices."""
@@ -137,6 +161,9 @@ TINY = ["size", "--model", "gpt-tiny", "--device", "a100-80g", "--global-batch",
     ("options", "text"),
     [
         ([], "--tokens and --deadline are needed"),
+        (["--counts", "8", "--seq-len", "0"], "--seq-len: must be a positive integer"),
+        (["--counts", "8", "--global-batch", "0"], "--global-batch: must be a positive integer"),
+        (["--counts", "9999999999"], "Try: at most 1048576"),
         (["--tokens", "1e9"], "--tokens and --deadline are needed"),
         (["--tokens", "many", "--deadline", "3d"], '--tokens: must be a count such as "15T"'),
         (["--tokens", "1e9", "--deadline", "0d"], "--deadline: must be a duration"),

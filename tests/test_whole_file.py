@@ -45,3 +45,22 @@ def test_what_ends_the_writing_leaves_the_old_file_alone(
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"cannot write the plan: No such file or directory"):
         write_whole("text", tmp_path / "none" / "plan.json", "the plan")
+
+
+def test_a_link_stays_one_and_a_pipe_is_written_to(tmp_path: Path) -> None:
+    link, target, pipe = tmp_path / "latest.json", tmp_path / "plan.json", tmp_path / "pipe"
+    target.write_text("old", encoding="utf-8")
+    link.symlink_to(target)
+    write_whole("new", link, "the plan")
+    assert link.is_symlink()
+    assert target.read_text(encoding="utf-8") == "new"
+
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_whole("text", pipe, "the plan")
+        assert os.read(reader, 10) == b"text"
+    finally:
+        os.close(reader)
+    assert pipe.is_fifo()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest.json", "pipe", "plan.json"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["bytes_text", "count_text", "percent_text", "seconds_text"]
+__all__ = ["bytes_text", "count_text", "percent_text", "range_text", "seconds_text"]
 
 _BYTES = ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"))
 _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
@@ -23,6 +23,10 @@ def count_text(value: float) -> str:
 
 def percent_text(fraction: float) -> str:
     return f"{100 * fraction:.1f} %"
+
+
+def range_text(low: int, high: int) -> str:
+    return str(low) if low == high else f"{low}-{high}"
 
 
 def _scaled(value: float, scales: tuple[tuple[float, str], ...], base: str) -> str:

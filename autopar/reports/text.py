@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
 from typing import Any, Protocol
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -19,10 +17,11 @@ from rich.text import Text
 from autopar.mesh import AXES, Degrees
 from autopar.placement import parse_placement
 from autopar.plan import Plan, expand_path
-from autopar.reports.quantities import bytes_text, count_text, percent_text, seconds_text
+from autopar.reports.quantities import bytes_text, count_text, percent_text, range_text, seconds_text
+from autopar.reports.tables import WIDE, memory_table, table_of
 from autopar.specs import ClusterSpec
 
-__all__ = ["render"]
+__all__ = ["WIDTH", "render"]
 
 WIDTH = 110
 
@@ -72,8 +71,6 @@ TIME_NAMES = {
     "overhead": "overhead of a step",
 }
 
-MEMORY_NAMES = {"parameters": "weights", "communication": "buffers"}
-
 
 def render(
     plan: Plan,
@@ -90,7 +87,10 @@ def render(
     if timed:
         parts += [_section("Where the step goes"), _time_table(plan.prediction)]
     if plan.prediction.get("peak_memory_bytes"):
-        parts += [_section("Memory at the peak, per device"), _memory_table(plan.prediction, cluster)]
+        parts += [
+            _section("Memory at the peak, per device"),
+            memory_table(plan.prediction, cluster, plan.degrees.pp, narrow=width < WIDE),
+        ]
     if not timed:
         parts.append(Text("\nNo prediction: this plan was not priced."))
     if plan.prediction.get("largest_activations"):
@@ -102,8 +102,8 @@ def render(
         parts += [_section("Collectives per step and device"), _collective_table(plan.prediction["collectives"])]
     if result is not None and result.alternatives:
         parts += [
-            _section("The nearest alternatives, and what each loses"),
-            _alternative_table(plan, result.alternatives),
+            _section("The nearest alternatives, and what each loses (each is within 5 % of the best of its degrees)"),
+            _alternative_table(plan, result.alternatives, narrow=width < WIDE),
         ]
     statistics = result.statistics if result is not None else plan.solver
     if statistics:
@@ -136,18 +136,9 @@ def _section(title: str) -> Text:
     return Text(f"\n{title}\n")
 
 
-def _table(*columns: str, numbers: int = 0, from_column: int = 1) -> Table:
-    """A table whose columns from `from_column` are right-aligned, `numbers` of them."""
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    for index, column in enumerate(columns):
-        right = from_column <= index < from_column + numbers
-        table.add_column(column, justify="right" if right else "left", overflow="fold")
-    return table
-
-
 def _choices(plan: Plan) -> Table:
     degrees = plan.degrees
-    table = _table("choice", "value", "meaning")
+    table = table_of("choice", "value", "meaning")
     replicas = f" on each of {degrees.dp} replicas" if degrees.dp > 1 else ""
     mesh = " x ".join(f"{axis} {getattr(degrees, axis)}" for axis in AXES)
     table.add_row("mesh", mesh, "outermost first; tp on neighbouring devices")
@@ -173,14 +164,18 @@ def _choices(plan: Plan) -> Table:
 def _checkpoint_text(plan: Plan) -> str:
     modes = [plan.checkpoint_mode(path) for stage in plan.layer_paths() for path in stage]
     counts = {mode: modes.count(mode) for mode in dict.fromkeys(modes)}
+    whole = f", {plan.checkpoint_segment} layers at a time" if plan.checkpoint_segment > 1 else ""
+    names = {mode: mode + (whole if mode == "full" else "") for mode in counts}
     if len(counts) == 1:
-        return next(iter(counts))
-    return ", ".join(f"{mode} on {n} of {len(modes)} layers" for mode, n in sorted(counts.items()) if mode != "none")
+        return next(iter(names.values()))
+    return ", ".join(
+        f"{names[mode]} on {n} of {len(modes)} layers" for mode, n in sorted(counts.items()) if mode != "none"
+    )
 
 
 def _time_table(prediction: Mapping[str, Any]) -> Table:
     step_s = float(prediction["step_time_s"])
-    table = _table("part", "time", "share", numbers=2)
+    table = table_of("part", "time", "share", numbers=2)
     for key, seconds in prediction.get("time_s", {}).items():
         if seconds:
             table.add_row(TIME_NAMES.get(key, key), seconds_text(seconds), percent_text(seconds / step_s))
@@ -195,40 +190,11 @@ def _time_table(prediction: Mapping[str, Any]) -> Table:
     return table
 
 
-def _memory_table(prediction: Mapping[str, Any], cluster: ClusterSpec | None) -> Table:
-    """A row for each run of neighbouring stages with equal figures, a column for each category in use."""
-    stages: Sequence[Mapping[str, int]] = prediction["peak_memory_bytes"]
-    categories = [key for key in stages[0] if key == "total" or any(stage.get(key) for stage in stages)]
-    headers = ["stage", *(MEMORY_NAMES.get(key, key) for key in categories)]
-    if cluster is not None:
-        headers.append("of a device" if cluster.groups else f"of {bytes_text(cluster.device.memory_bytes)}")
-    limits = _limits(prediction, cluster)
-    table = _table(*headers, numbers=len(headers) - 1)
-    for _, run in groupby(enumerate(stages), key=lambda item: (dict(item[1]), limits[item[0]])):
-        members = list(run)
-        (low, stage), (high, _) = members[0], members[-1]
-        row = [_range_text(low, high), *(bytes_text(stage.get(key, 0)) for key in categories)]
-        if cluster is not None:
-            row.append(percent_text(stage["total"] / limits[low]))
-        table.add_row(*row)
-    return table
-
-
 def _activation_table(prediction: Mapping[str, Any]) -> Table:
-    table = _table("made by", "bytes a micro-batch and device", "layers", numbers=2)
+    table = table_of("made by", "bytes a micro-batch and device", "layers", numbers=2)
     for entry in prediction["largest_activations"]:
         table.add_row(str(entry["tensor"]), bytes_text(entry["bytes"]), str(entry["layers"]))
     return table
-
-
-def _limits(prediction: Mapping[str, Any], cluster: ClusterSpec | None) -> list[int]:
-    """Memory of each stage's devices, 0 without a cluster."""
-    count = len(prediction["peak_memory_bytes"])
-    if cluster is None:
-        return [0] * count
-    of_group = {group.name: group.device.memory_bytes for group in cluster.groups}
-    owner = prediction.get("stage_group") or [""] * count
-    return [of_group.get(name, cluster.device.memory_bytes) for name in owner]
 
 
 def _stage_table(plan: Plan) -> Table:
@@ -236,13 +202,13 @@ def _stage_table(plan: Plan) -> Table:
     busy, owner = plan.prediction.get("stage_busy"), plan.prediction.get("stage_group")
     step_s = plan.prediction.get("step_time_s", 0.0)
     columns = ["stage", "layers", "count", "ranks", *(["group"] if owner else []), *(["busy", "for"] if busy else [])]
-    table = _table(*columns, numbers=1, from_column=2)
+    table = table_of(*columns, numbers=1, from_column=2)
     per_rank_block = plan.degrees.stride("pp")
     for index, entries in enumerate(plan.stages):
         # With several stages on a rank they go round the ranks in model order.
         first = (index % plan.degrees.pp) * per_rank_block
         count = sum(len(expand_path(entry)) for entry in entries)
-        row = [str(index), _shortened(entries), str(count), _range_text(first, first + per_rank_block - 1)]
+        row = [str(index), _shortened(entries), str(count), range_text(first, first + per_rank_block - 1)]
         row += [owner[index]] if owner else []
         row += [percent_text(busy[index]), seconds_text(busy[index] * step_s)] if busy else []
         table.add_row(*row)
@@ -250,7 +216,7 @@ def _stage_table(plan: Plan) -> Table:
 
 
 def _weight_table(plan: Plan) -> Table:
-    table = _table("weight", "placement", "each rank holds")
+    table = table_of("weight", "placement", "each rank holds")
     for pattern, text in plan.parameters.items():
         table.add_row(pattern, text, _placement_meaning(text, plan.degrees.tp))
     return table
@@ -265,7 +231,7 @@ def _placement_meaning(text: str, tp: int) -> str:
 
 
 def _collective_table(collectives: Sequence[Mapping[str, Any]]) -> Table:
-    table = _table("for", "collective", "axis", "tensor", "times", numbers=2, from_column=3)
+    table = table_of("for", "collective", "axis", "tensor", "times", numbers=2, from_column=3)
     for entry in collectives:
         table.add_row(
             str(entry.get("purpose", "")),
@@ -277,9 +243,11 @@ def _collective_table(collectives: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
-def _alternative_table(plan: Plan, alternatives: Sequence[Alternative]) -> Table:
+def _alternative_table(plan: Plan, alternatives: Sequence[Alternative], *, narrow: bool = False) -> Table:
+    """`narrow` leaves out what is recomputed, and the time idle."""
     chosen_s = plan.prediction.get("step_time_s")
-    table = _table(*AXES, "sp", "micro", "schedule", "checkpoint", "step", "slower", "idle", "why it loses")
+    recomputed, idleness = ((), ()) if narrow else (("checkpoint",), ("idle",))
+    table = table_of(*AXES, "sp", "micro", "schedule", *recomputed, "step", "slower", *idleness, "why it loses")
     for other in alternatives:
         time = slower = idle = "-"
         if other.step_time_s is not None:
@@ -291,10 +259,10 @@ def _alternative_table(plan: Plan, alternatives: Sequence[Alternative]) -> Table
             "on" if other.sp else "off",
             str(other.micro_batch),
             other.schedule,
-            other.checkpoint,
+            *(() if narrow else (other.checkpoint,)),
             time,
             slower,
-            idle,
+            *(() if narrow else (idle,)),
             other.reason,
         )
     return table
@@ -313,10 +281,6 @@ def _statistics_line(statistics: Mapping[str, Any]) -> str:
         elif isinstance(value, float):
             shown.append(f"{name} {percent_text(value) if key == 'gap' else format(value, '.3g')}")
     return ", ".join(shown)
-
-
-def _range_text(low: int, high: int) -> str:
-    return str(low) if low == high else f"{low}-{high}"
 
 
 def _shortened(entries: Sequence[str]) -> str:

@@ -270,7 +270,9 @@ def test_groups_of_a_file(tmp_path: Path) -> None:
          "two groups have one name: a, a"),
         ('[[group]]\ncluster = "dgx-h99"\n', "unknown cluster preset 'dgx-h99'"),
         ('[[group]]\ncluster = "dgx-h100"\ndevices = 8\n', "a group is a preset, or a device with links"),
-        ("[[group]]\ndevices = 8\n", "missing: a table \\[device\\]"),
+        ("[[group]]\ndevices = 8\n", "group 1: neither a preset nor a device"),
+        ('[[group]]\nname = "a"\ncluster = "dgx-h100"\n[[group]]\nname = "b"\ncluster = "dgx-a100-40g"\n'
+         '[[link]]\nspan = 8\nbandwidth = 1\nlatency = "1us"\n', "spans 8 devices, the groups have 16. Try: span = 16"),
         ('[[group]]\ncolor = "red"\n', "unknown key 'color'"),
         ("group = 3\n", "must be a list of tables"),
     ],

@@ -16,12 +16,12 @@ from autopar.specs import ClusterSpec, TrainSpec
         (["cp=3"], "cp 3 does not divide the 8 devices", "cp one of 1, 2, 4, 8"),
         (["dp=2", "tp=2", "pp=4"], "dp 2 x tp 2 x pp 4 = 16 does not divide the 8 devices", "a product of 1, 2, 4, 8"),
         (["dp=2", "tp=1", "pp=2", "cp=1"], "= 4 uses 4 of the 8 devices", "product is 8"),
-        (["dp=8"], "global batch of 12 sequences cannot be shared equally by dp 8", "dp one of 4, 6, 12"),
+        (["dp=8"], "global batch of 12 sequences cannot be shared equally by dp 8", "dp one of 1, 2, 4"),
         (["microbatch=5"], "microbatch 5 does not divide the global batch of 12", "microbatch one of 3, 4, 6"),
         (["dp=2", "microbatch=4"], "microbatch 4 does not divide 12 / dp 2 = 6", "microbatch one of 2, 3, 6"),
         (["zero=1", "tp=4", "pp=2"], "zero 1 shards over dp x cp, and the pins leave one such rank", "dp x cp at 2"),
         (["zero=3", "dp=1", "cp=1"], "zero 3 shards over dp x cp, and the pins leave one such rank", "dp x cp at 2"),
-        (["cp=4"], "18 tokens cannot be cut into 4 equal parts", "cp one of 1, 3, 9"),
+        (["cp=4"], "18 tokens cannot be cut into 4 equal parts", "cp 1"),
     ],
 )
 def test_rule_values_and_legal_values_are_stated(pins: list[str], rule: str, legal: str) -> None:
@@ -35,7 +35,7 @@ def test_rule_values_and_legal_values_are_stated(pins: list[str], rule: str, leg
 
 
 def test_cp_3_of_16_tokens_on_devices_that_allow_it() -> None:
-    with pytest.raises(SpecError, match="16 tokens cannot be cut into 3 equal parts.*cp one of 1, 2, 4, 8"):
+    with pytest.raises(SpecError, match="16 tokens cannot be cut into 3 equal parts.*cp one of 1, 2$"):
         Pins.parse(["cp=3"]).check(ClusterSpec.parse("local:6"), TrainSpec(global_batch=6, seq_len=16))
 
 

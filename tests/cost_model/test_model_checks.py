@@ -8,11 +8,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autopar.api import search_captured
 from autopar.cost_model.candidates import ModelLimits, enumerate_partitions
 from autopar.cost_model.model_checks import check_model, check_pinned_dims, pins_without_effect
 from autopar.errors import AutoparError, InfeasiblePlanError, SpecError
+from autopar.hardware import preset
 from autopar.ir import TracedModel
-from autopar.specs import Pins
+from autopar.mesh import Degrees
+from autopar.plan import Plan
+from autopar.specs import Pins, TrainSpec
 from autopar.trace import trace
 
 ROWS = 64
@@ -59,6 +63,13 @@ def test_the_cause_is_named(options: dict[str, Any], says: str) -> None:
         check_model(captured(**options), 8)
 
 
+def test_a_missing_loss_is_told_before_a_length_that_is_fixed() -> None:
+    traced = trace(nn.Linear(4, 4), {"input": torch.zeros(2, 4)})
+    assert traced.seq_range == (4, 4)
+    with pytest.raises(AutoparError, match="no loss"):
+        search_captured(traced, preset("local", 1), TrainSpec(global_batch=2, seq_len=32))
+
+
 def test_nothing_to_train() -> None:
     model = Net().requires_grad_(False)
     with pytest.raises(AutoparError, match="nothing to train: every parameter is frozen"):
@@ -66,12 +77,16 @@ def test_nothing_to_train() -> None:
 
 
 def test_pins_without_effect_are_told() -> None:
-    pins = Pins(schedule="gpipe", modules={"blocks.*": "R"})
-    assert [("schedule" in n, "blocks.*" in n) for n in pins_without_effect(pins, 1, 1)] == [
-        (True, False),
-        (False, True),
-    ]
-    assert pins_without_effect(pins, 2, 2) == pins_without_effect(Pins(), 1, 1) == []
+    one = Plan(degrees=Degrees(), global_batch=4, seq_len=8, micro_batch=1, stages=(("blocks.0-1",),))
+    all_axes = one.replace(
+        degrees=Degrees(dp=2, cp=2, tp=2, pp=2), stages=(("blocks.0",), ("blocks.1",)), zero=1,
+        checkpoint={"blocks.*": "full"},
+    )  # fmt: skip
+    texts = ["context_parallel=ring", "zero_group=2", "checkpoint_segment=2", "schedule=gpipe", "blocks.*=R"]
+    for text in texts:
+        (notice,) = pins_without_effect(Pins.parse([text]), one)
+        assert text.removesuffix("=R") in notice
+    assert pins_without_effect(Pins.parse(texts), all_axes) == pins_without_effect(Pins(), one) == []
 
 
 def test_a_pinned_dim_has_to_exist() -> None:
@@ -89,7 +104,7 @@ def test_devices_that_do_not_factor_list_what_would() -> None:
     limits = ModelLimits(4, lambda tp: tp in (1, 2, 4), lambda cp, tp: ())
     with pytest.raises(InfeasiblePlanError, match="no degrees factor 7 devices") as caught:
         enumerate_partitions(7, 8, 16, limits, Pins())
-    assert "multiple of 7, or 1, 2, 4 devices" in str(caught.value)
+    assert "multiple of 7, or 4, 6, 8, 12 devices" in str(caught.value)
     assert enumerate_partitions(7, 14, 16, limits, Pins())
-    for devices in (1, 2, 4):
+    for devices in (4, 6, 8, 12):
         assert enumerate_partitions(devices, 8, 16, limits, Pins())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 from autopar.cost_model import objectives
 from autopar.cost_model.least_memory import least_memory
 from autopar.cost_model.objectives import search_for
-from autopar.cost_model.search import Run, SearchResult, search
+from autopar.cost_model.search import Run, SearchResult, least_evaluation, search
 from autopar.errors import InfeasiblePlanError, SpecError
 from autopar.hardware import preset
 from autopar.ir import TracedModel
@@ -179,3 +181,27 @@ def test_what_does_not_fit_is_explained_within_the_time_limit(gpt: TracedModel) 
     small = replace(local(), device=replace(local().device, memory_bytes=100_000))
     with pytest.raises(InfeasiblePlanError, match="lacks .* bytes .* on stage .*the time limit left no time"):
         search(gpt, small, TRAIN, Pins(zero=0), SearchSpec(time_limit_s=1e-4))
+
+
+def test_what_would_do_does_and_less_does_not(gpt: TracedModel) -> None:
+    """The memory that a shortage names, with the headroom in it, and the number of devices, which is no doubling."""
+    train, pins, headroom = TrainSpec(global_batch=24, seq_len=16), Pins(cp=1, zero=3), 0.25
+    spec = SearchSpec(memory_headroom=headroom)
+    needs = {n: least_evaluation(gpt, of_memory(n, 2**30), train, pins, spec)[0].needed_bytes for n in (8, 12)}
+    assert needs[12] < needs[8]
+    memory_bytes = math.floor((needs[8] + needs[12]) / 2 / (1 - headroom))
+    with pytest.raises(InfeasiblePlanError, match="or 12 of these devices") as caught:
+        search_for(gpt, of_memory(4, memory_bytes), train, pins, spec)
+    assert search_for(gpt, of_memory(12, memory_bytes), train, pins, spec).plan.degrees.world_size == 12
+    found = re.search(r"devices of at least ([0-9.]+) MiB \(0.25 of it kept free", str(caught.value))
+    assert found is not None
+    enough_bytes = math.floor(float(found[1]) * 2**20)
+    assert search_for(gpt, of_memory(4, enough_bytes), train, pins, spec).plan.zero == 3
+    with pytest.raises(InfeasiblePlanError):
+        search(gpt, of_memory(4, enough_bytes - 2**18), train, pins, spec)
+
+
+def of_memory(devices: int, memory_bytes: int) -> ClusterSpec:
+    four = preset("local", 4)
+    device = replace(four.device, memory_bytes=memory_bytes, reserved_bytes=0)
+    return replace(four, device=device).resized(devices)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from autopar.mesh import Degrees
 from autopar.plan import Plan
 from autopar.reports.quantities import bytes_text, count_text, seconds_text
 from autopar.reports.text import render
+from autopar.size_command import columns
 from autopar.specs import ClusterSpec
 
 GIB = 2**30
@@ -154,3 +156,30 @@ def test_interleaved_stages_name_the_ranks_that_hold_them() -> None:
 )
 def test_quantities(text: str, expected: str) -> None:
     assert text == expected
+
+
+def test_stages_of_one_rank_share_its_memory_and_segments_are_told() -> None:
+    stages = tuple((f"model.layers.{8 * i}-{8 * i + 7}",) for i in range(4))
+    plan = PRICED.replace(
+        degrees=replace(PRICED.degrees, pp=2), stages=stages, schedule="interleaved", virtual_stages=2,
+        checkpoint_segment=4,
+    )  # fmt: skip
+    text = render(plan)
+    memory = text[text.index("Memory at the peak") : text.index("Layers")]
+    assert [line.split()[0] for line in memory.splitlines()[4:] if line] == ["0-1"]
+    assert "full, 4 layers at a time on 16 of 32 layers" in " ".join(text.split())
+
+
+def test_eighty_columns_hold_the_report_unbroken() -> None:
+    cluster = ClusterSpec.preset("dgx-h100", nodes=2)
+    text = render(PRICED, RESULT, cluster=cluster, width=80)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "activations  10 GiB  10 GiB\n" in text
+    assert "2   4   1   2   on   1      1f1b      2.2 s  +10.0 %" in text
+
+
+@pytest.mark.parametrize(("terminal", "wide"), [(True, 93), (False, 110)])
+def test_only_a_terminal_is_asked_for_its_width(terminal: bool, wide: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "93")
+    monkeypatch.setattr("sys.stdout", SimpleNamespace(isatty=lambda: terminal))
+    assert columns(110) == wide
