@@ -17,7 +17,7 @@ from autopar import passes
 from autopar.build import Captured, build
 from autopar.cost_model.model_checks import check_model
 from autopar.cost_model.objectives import search_for
-from autopar.cost_model.search import SearchResult
+from autopar.cost_model.search_result import SearchResult
 from autopar.cost_model.step_collectives import rank_collectives
 from autopar.errors import AutoparError, SpecError
 from autopar.export import LossFn

@@ -24,7 +24,7 @@ from autopar.errors import AutoparError, SpecError
 from autopar.whole_file import is_special, write_whole
 
 if TYPE_CHECKING:
-    from autopar.cost_model.search import SearchResult
+    from autopar.cost_model.search_result import SearchResult
     from autopar.models import ModelSource
     from autopar.search_spec import SearchSpec
     from autopar.specs import ClusterSpec, Pins, TrainSpec

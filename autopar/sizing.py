@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autopar.checks import finite_positive, require_count, require_fraction
-from autopar.cost_model.search import SearchResult
+from autopar.cost_model.search_result import SearchResult
 from autopar.errors import InfeasiblePlanError, SpecError, nearest
 from autopar.hardware import DEVICES, NODES, preset
 from autopar.plan import Plan

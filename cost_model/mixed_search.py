@@ -22,7 +22,8 @@ from autopar.cost_model.mixed_evaluate import MixedEvaluator, group_orders
 from autopar.cost_model.mixed_infeasible import Fitting, explain_groups
 from autopar.cost_model.mixed_stages import MixedPrice
 from autopar.cost_model.model_checks import pins_without_effect
-from autopar.cost_model.search import Run, SearchResult
+from autopar.cost_model.search import Run
+from autopar.cost_model.search_result import SearchResult
 from autopar.errors import InfeasiblePlanError, SpecError
 from autopar.ir import TracedModel
 from autopar.mixed_cluster import as_slowest, group_view, rank_ranges, reordered

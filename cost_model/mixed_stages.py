@@ -15,8 +15,9 @@ import numpy.typing as npt
 
 from autopar.cost_model.comm_cost import group_cost
 from autopar.cost_model.pipeline_ilp import PipelineSolution
+from autopar.cost_model.pipeline_problem import PipelineProblem, StagePrice
 from autopar.cost_model.setting_price import SettingPrice
-from autopar.cost_model.stage_table import Floats, PipelineProblem, StagePrice, StageTable
+from autopar.cost_model.stage_table import Floats, StageTable
 from autopar.cost_model.step_price import StepPrice
 from autopar.mesh import Degrees
 from autopar.specs import ClusterSpec

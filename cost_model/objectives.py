@@ -11,7 +11,8 @@ import math
 from dataclasses import replace
 
 from autopar.cost_model.mixed_search import search_groups
-from autopar.cost_model.search import SearchResult, least_evaluation, search
+from autopar.cost_model.search import least_evaluation, search
+from autopar.cost_model.search_result import SearchResult
 from autopar.errors import InfeasiblePlanError, SpecError
 from autopar.ir import TracedModel
 from autopar.mesh import divisors

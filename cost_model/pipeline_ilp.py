@@ -29,9 +29,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from autopar.cost_model.pipeline_problem import PipelineProblem, StagePrice
 from autopar.cost_model.solver import Model, SolverPolicy, solve
 from autopar.cost_model.stage_cuts import Cut, best_cut, least_sum_through, step_seconds
-from autopar.cost_model.stage_table import PipelineProblem, StagePrice, StageTable
+from autopar.cost_model.stage_table import StageTable
 
 __all__ = ["PipelineSolution", "prove", "prove_table", "solve_pipeline", "solve_table", "step_time"]
 

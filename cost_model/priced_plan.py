@@ -12,9 +12,10 @@ from autopar.cost_model.evaluate import Evaluation, Evaluator
 from autopar.cost_model.mode_mixes import LayerMode, Mixes
 from autopar.cost_model.model_prices import ModelPrices
 from autopar.cost_model.pipeline_ilp import PipelineSolution, step_time
+from autopar.cost_model.pipeline_problem import PipelineProblem, StagePrice
 from autopar.cost_model.propagation import propagate
 from autopar.cost_model.setting_price import SettingPrice
-from autopar.cost_model.stage_table import PipelineProblem, StagePrice, price_stage
+from autopar.cost_model.stage_table import price_stage
 from autopar.ir import TracedModel
 from autopar.plan import Plan
 

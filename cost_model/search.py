@@ -8,8 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from autopar.cost_model.branch_and_bound import BranchAndBound
@@ -42,70 +41,21 @@ from autopar.cost_model.model_prices import ModelPrices
 from autopar.cost_model.pinned_layers import pinned_parameters, set_apart
 from autopar.cost_model.plan_writer import write_plan
 from autopar.cost_model.priced_plan import laid_out
+from autopar.cost_model.search_result import OF_PLAN, PROVEN, Candidate, SearchResult
 from autopar.cost_model.setting_price import SettingPrice
 from autopar.cost_model.solver import SolverPolicy
 from autopar.errors import InfeasiblePlanError, PlanMismatchError, SpecError
 from autopar.ir import TracedModel
-from autopar.mesh import Degrees
 from autopar.plan import Plan
 from autopar.search_spec import SearchSpec
 from autopar.specs import ClusterSpec, DeviceSpec, Pins, TrainSpec
 
-__all__ = ["Candidate", "Run", "SearchResult", "least_evaluation", "search"]
+__all__ = ["Run", "least_evaluation", "search"]
 
 BATCH_PER_DEVICE = 4
 """Sequences per device when the user states no global batch: enough to fill a short pipeline. Reported."""
 
 _DTYPE_NAMES = {"bf16-mixed": "bf16"}
-
-_PROVEN = 1e-6
-"""A gap that is rounding."""
-
-_OF_PLAN = ("solver", "status", "bound_s", "gap", "candidates", "pruned")
-"""What a plan says of the search."""
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A layout that was not chosen, within 5 % of its best setting. `bound_s` is its analytic lower bound."""
-
-    degrees: Degrees
-    sp: bool
-    micro_batch: int
-    schedule: str
-    checkpoint: str
-    step_time_s: float | None
-    bound_s: float
-    time_s: Mapping[str, float]
-    peak_memory_bytes: int | None
-    reason: str
-    virtual_stages: int = 1
-    zero: int = 0
-    zero_group: int = 0
-    context_parallel: str = "ring"
-
-
-@dataclass(frozen=True)
-class SearchResult:
-    """`alternatives`: the nearest other layouts (degrees and sequence sharding), fastest first; `statistics`: counts
-    and times of the search; `notices`: what was assumed."""
-
-    plan: Plan
-    alternatives: tuple[Candidate, ...]
-    statistics: Mapping[str, Any]
-    notices: tuple[str, ...] = ()
-
-    def with_statistics(self, **changed: Any) -> SearchResult:
-        """Also in what the plan says of them."""
-        statistics = {**self.statistics, **changed}
-        return replace(self, statistics=statistics, plan=self.plan.replace(solver={k: statistics[k] for k in _OF_PLAN}))
-
-    def against(self, bound_s: float) -> SearchResult:
-        """Where a step may be as short as `bound_s`, other searches included."""
-        gap = max(0.0, float(self.plan.prediction["step_time_s"]) / bound_s - 1)
-        status = self.statistics["status"]
-        status = "incumbent" if status == "optimal" and gap > _PROVEN else status
-        return self.with_statistics(bound_s=bound_s, gap=gap, status=status)
 
 
 def search(
@@ -208,7 +158,7 @@ class Run:
         plan = self.plan_of(best, self.chosen_in.price(best.setting))
         alternatives = tuple(self.candidate(e, best) for e in self.space.alternatives(best))
         statistics = self.statistics(best, fastest)
-        plan = plan.replace(solver={name: statistics[name] for name in _OF_PLAN}, prediction=self.prediction(best))
+        plan = plan.replace(solver={name: statistics[name] for name in OF_PLAN}, prediction=self.prediction(best))
         slow_link = across_slow_link(self.cluster, self.space.best_of_layout.values(), self.space.proven_s)
         without_effect = pins_without_effect(self.pins, plan)
         notices = (*self.notices, *self.prices.counts.notes, *without_effect, *([slow_link] if slow_link else ()))
@@ -348,7 +298,7 @@ class Run:
         total = count_settings(self.partitions, self.limits, self.pins)
         return {
             "solver": ", ".join(ilps.solvers) or "none needed",
-            "status": "optimal" if best.step_s <= bound * (1 + _PROVEN) else incumbent,
+            "status": "optimal" if best.step_s <= bound * (1 + PROVEN) else incumbent,
             "variables": ilps.variables,
             "constraints": ilps.constraints,
             "largest_ilp_variables": ilps.largest_variables,

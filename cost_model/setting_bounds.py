@@ -30,9 +30,10 @@ import numpy as np
 
 from autopar.cost_model.byte_prices import byte_prices, useful_bytes
 from autopar.cost_model.candidates import SettingGroup
+from autopar.cost_model.mode_mixes import LayerClass
 from autopar.cost_model.moments import bounding_flights
 from autopar.cost_model.setting_price import SettingPrice
-from autopar.cost_model.stage_table import Floats, LayerClass
+from autopar.cost_model.stage_table import Floats
 
 __all__ = ["SettingBounds", "divided_s", "least_slowest_s"]
 

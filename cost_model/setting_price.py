@@ -15,20 +15,14 @@ from autopar.cost_model.block_prices import BlockPrices
 from autopar.cost_model.candidates import Setting
 from autopar.cost_model.constant_table import load_constants
 from autopar.cost_model.memory import Recipe
+from autopar.cost_model.mode_mixes import LayerClass, LayerMode
 from autopar.cost_model.model_prices import ModelPrices
 from autopar.cost_model.own_stack import own_traits
 from autopar.cost_model.pipeline_ilp import PipelineSolution
+from autopar.cost_model.pipeline_problem import Moment, PipelineProblem, StageCost, StagePrice
 from autopar.cost_model.run_layout import RunLayout, Unit
 from autopar.cost_model.stage_memory import StageMemory
-from autopar.cost_model.stage_table import (
-    LayerClass,
-    LayerMode,
-    Moment,
-    PipelineProblem,
-    StageCost,
-    StagePrice,
-    bytes_at,
-)
+from autopar.cost_model.stage_table import bytes_at
 from autopar.cost_model.step_price import StepPrice, add_parts
 from autopar.specs import ClusterSpec
 

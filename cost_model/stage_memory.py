@@ -20,8 +20,9 @@ from autopar.cost_model.block_prices import BlockPrices, LayerPrice
 from autopar.cost_model.candidates import Setting
 from autopar.cost_model.memory import Recipe
 from autopar.cost_model.moments import Flight, flights
+from autopar.cost_model.pipeline_problem import Moment
 from autopar.cost_model.run_layout import Unit
-from autopar.cost_model.stage_table import Floats, Moment
+from autopar.cost_model.stage_table import Floats
 from autopar.plan import BUCKET_BYTES
 
 __all__ = ["StageMemory"]

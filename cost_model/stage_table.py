@@ -7,9 +7,8 @@ mode, and are worked out where a cut uses them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, reduce
+from collections.abc import Callable, Sequence
+from functools import reduce
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +18,6 @@ from autopar.cost_model.held_lines import Line, outermost, peak_bytes, room_byte
 from autopar.cost_model.mode_mixes import (
     SAME,
     LayerClass,
-    LayerMode,
     Mixes,
     class_mixes,
     frugal,
@@ -27,93 +25,14 @@ from autopar.cost_model.mode_mixes import (
     merged,
     prefix_mixes,
 )
+from autopar.cost_model.pipeline_problem import Moment, PipelineProblem, StageCost, StagePrice
 from autopar.cost_model.stage_runs import stage_runs
 from autopar.cost_model.tight_mixes import tight_mixes
 
-__all__ = [
-    "LayerClass",
-    "LayerMode",
-    "Moment",
-    "PipelineProblem",
-    "StageCost",
-    "StagePrice",
-    "StageTable",
-    "bytes_at",
-    "price_stage",
-]
+__all__ = ["StageTable", "bytes_at", "price_stage"]
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class Moment:
-    """A moment of a step at which a stage may hold most: micro-batches in flight, the share of its layers' gradients
-    that is there, bytes beside by category. `in_layer`: in the backward of a layer, with its working set. `excess`: see
-    `moments.Flight`."""
-
-    in_flight: float = 1
-    gradients: float = 1
-    beside: Mapping[str, float] = field(default_factory=dict)
-    in_layer: bool = True
-    excess: tuple[float, ...] = (0.0,)
-
-    @cached_property
-    def beside_bytes(self) -> float:
-        return sum(self.beside.values())
-
-    def kept_flight(self, layers: int) -> float:
-        """Times what a stage of so many layers keeps a micro-batch."""
-        return self.in_flight + (self.excess[layers % len(self.excess)] / layers if layers else 0.0)
-
-
-@dataclass(frozen=True)
-class StageCost:
-    """What a stage costs besides its layers: prologue, epilogue, sends. `static_bytes` are always there, `saved_bytes`
-    in every micro-batch in flight; `put_off_s` as in LayerClass."""
-
-    time_s: float = 0.0
-    static_bytes: float = 0.0
-    saved_bytes: float = 0.0
-    moments: tuple[Moment, ...] = (Moment(),)
-    put_off_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class PipelineProblem:
-    """`layers` is the class index of every layer in order; `tail_s(stage, layers per class)` is what a stage adds after
-    its last backward (exposed gradient reduction, optimizer). A rank holds `virtual_stages` chunks. Layers in mode
-    "full" are recomputed in segments of `segment`; layers of several classes then are the first ones of a stage, which
-    has a single chunk."""
-
-    layers: tuple[int, ...]
-    classes: tuple[LayerClass, ...]
-    stages: tuple[StageCost, ...]
-    micro_batches: int
-    memory_bytes: float
-    tail_s: Callable[[int, tuple[int, ...]], float] = lambda stage, counts: 0.0
-    virtual_stages: int = 1
-    segment: int = 1
-
-    @cached_property
-    def is_uniform(self) -> bool:
-        return len(set(self.layers)) <= 1
-
-
-@dataclass(frozen=True)
-class StagePrice:
-    """A priced stage: seconds per micro-batch, those of them that fill a bubble, seconds after the last backward; peak
-    bytes; layers of each class, and of these how many run in each of the class's modes; bytes that these keep a
-    micro-batch, and their largest working set."""
-
-    time_s: float
-    flow_s: float
-    tail_s: float
-    memory_bytes: float
-    counts: tuple[int, ...]
-    modes: tuple[tuple[int, ...], ...]
-    kept_bytes: float = 0.0
-    working_bytes: float = 0.0
 
 
 def stage_mixes(problem: PipelineProblem, counts: tuple[int, ...], held: tuple[int, ...] = ()) -> Mixes:

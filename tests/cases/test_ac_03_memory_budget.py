@@ -8,7 +8,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from autopar.cost_model.stage_table import LayerClass, LayerMode, PipelineProblem, StageCost, StagePrice, price_stage
+from autopar.cost_model.mode_mixes import LayerClass, LayerMode
+from autopar.cost_model.pipeline_problem import PipelineProblem, StageCost, StagePrice
+from autopar.cost_model.stage_table import price_stage
 
 Block = tuple[float, float]  # bytes kept, seconds to compute them again
 

@@ -13,10 +13,12 @@ import torch
 
 from autopar.cost_model.mixed_search import MixedRun
 from autopar.cost_model.mixed_stages import MixedTable
+from autopar.cost_model.mode_mixes import LayerClass, LayerMode
 from autopar.cost_model.objectives import search_for
 from autopar.cost_model.pipeline_ilp import PipelineSolution, prove_table, solve_table, step_time
+from autopar.cost_model.pipeline_problem import Moment, PipelineProblem, StageCost
 from autopar.cost_model.search import Run
-from autopar.cost_model.stage_table import LayerClass, LayerMode, Moment, PipelineProblem, StageCost, StageTable
+from autopar.cost_model.stage_table import StageTable
 from autopar.errors import InfeasiblePlanError, SpecError
 from autopar.hardware import DEVICES, preset
 from autopar.ir import TracedModel

@@ -12,7 +12,7 @@ from autopar import passes
 from autopar.api import find_plan
 from autopar.cost_model.constant_table import load_constants
 from autopar.cost_model.moments import in_flight
-from autopar.cost_model.search import SearchResult
+from autopar.cost_model.search_result import SearchResult
 from autopar.dryrun import dry_run_captured
 from autopar.errors import InfeasiblePlanError
 from autopar.ir import TracedModel

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from autopar.cost_model.schedule_sim import StageTime, simulate
-from autopar.cost_model.search import SearchResult, search
+from autopar.cost_model.search import search
+from autopar.cost_model.search_result import SearchResult
 from autopar.hardware import preset
 from autopar.passes import prepare
 from autopar.plan import Plan

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from autopar.api import find_plan
 from autopar.cost_model import solver_backends, stage_cuts
-from autopar.cost_model.search import SearchResult, search
+from autopar.cost_model.search import search
+from autopar.cost_model.search_result import SearchResult
 from autopar.errors import InfeasiblePlanError, UnsupportedModelError
 from autopar.hardware import preset
 from autopar.ir import TracedModel

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from autopar.api import find_plan
 from autopar.cost_model.schedule_sim import StageTime, simulate
-from autopar.cost_model.search import SearchResult
+from autopar.cost_model.search_result import SearchResult
 from autopar.errors import SpecError
 from autopar.models import example_from_config
 from autopar.reports.text import render

@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from autopar.api import find_plan
-from autopar.cost_model.search import SearchResult
+from autopar.cost_model.search_result import SearchResult
 from autopar.models import example_from_config
 from autopar.reports.quantities import seconds_text
 from autopar.reports.text import render

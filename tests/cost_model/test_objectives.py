@@ -13,7 +13,8 @@ import torch
 from autopar.cost_model import objectives
 from autopar.cost_model.least_memory import least_memory
 from autopar.cost_model.objectives import search_for
-from autopar.cost_model.search import Run, SearchResult, least_evaluation, search
+from autopar.cost_model.search import Run, least_evaluation, search
+from autopar.cost_model.search_result import SearchResult
 from autopar.errors import InfeasiblePlanError, SpecError
 from autopar.hardware import preset
 from autopar.ir import TracedModel

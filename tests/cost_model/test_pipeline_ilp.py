@@ -8,18 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.cost_model.mode_mixes import class_mixes, frugal
+from autopar.cost_model.mode_mixes import LayerClass, LayerMode, class_mixes, frugal
 from autopar.cost_model.pipeline_ilp import PipelineSolution, prove, solve_pipeline, step_time
-from autopar.cost_model.stage_table import (
-    LayerClass,
-    LayerMode,
-    Moment,
-    PipelineProblem,
-    StageCost,
-    StagePrice,
-    StageTable,
-    price_stage,
-)
+from autopar.cost_model.pipeline_problem import Moment, PipelineProblem, StageCost, StagePrice
+from autopar.cost_model.stage_table import StageTable, price_stage
 
 
 def equal_layers(layers: int, stages: int, head_s: float = 0.0, micro_batches: int = 8) -> PipelineProblem:
