@@ -120,7 +120,7 @@ def test_headroom_stays_free(gpt: TracedModel) -> None:
 
 
 def test_headroom_that_leaves_less_than_is_reserved_is_refused(gpt: TracedModel) -> None:
-    with pytest.raises(SpecError, match=r"4.00 GiB are reserved. Try: a smaller fraction"):
+    with pytest.raises(SpecError, match=r"4.00 GiB are reserved. Try: a fraction below 0.94"):
         search_for(gpt, preset("dgx-h100", 1), TRAIN, spec=SearchSpec(memory_headroom=0.96))
 
 
@@ -194,12 +194,12 @@ def test_what_would_do_does_and_less_does_not(gpt: TracedModel) -> None:
     with pytest.raises(InfeasiblePlanError, match="or 12 of these devices") as caught:
         search_for(gpt, of_memory(4, memory_bytes), train, pins, spec)
     assert search_for(gpt, of_memory(12, memory_bytes), train, pins, spec).plan.degrees.world_size == 12
-    found = re.search(r"devices of at least ([0-9.]+) MiB \(0.25 of it kept free", str(caught.value))
+    found = re.search(r"devices of at least ([0-9.]+) KiB \(0.25 of it kept free", str(caught.value))
     assert found is not None
-    enough_bytes = math.floor(float(found[1]) * 2**20)
+    enough_bytes = math.floor(float(found[1]) * 2**10)
     assert search_for(gpt, of_memory(4, enough_bytes), train, pins, spec).plan.zero == 3
     with pytest.raises(InfeasiblePlanError):
-        search(gpt, of_memory(4, enough_bytes - 2**18), train, pins, spec)
+        search(gpt, of_memory(4, enough_bytes - 2**8), train, pins, spec)
 
 
 def of_memory(devices: int, memory_bytes: int) -> ClusterSpec:
