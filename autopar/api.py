@@ -15,6 +15,7 @@ from torch import nn
 
 from autopar import passes
 from autopar.build import Captured, build
+from autopar.checks import shown
 from autopar.cost_model.model_checks import check_model
 from autopar.cost_model.objectives import search_for
 from autopar.cost_model.search_result import SearchResult
@@ -64,6 +65,7 @@ def find_plan(
 ) -> SearchResult:
     """`plan` with all the search knows: alternatives, statistics (`capture_s` and `search_s` exclude imports) and
     notices, those of the capture included."""
+    _check_types(model, cluster, train, pins, search)
     if pins is not None:
         pins.check(cluster, train or TrainSpec())
     search = search or SearchSpec()
@@ -110,6 +112,7 @@ def parallelize(
               fp32_reduce, non_finite
     Collective. Rank 0 searches, the others take its plan. Raises AutoparError on every rank.
     """
+    _check_types(model, cluster, train, pins, search)
     device = join_torchrun()
     if isinstance(plan, str | Path):
         plan = Plan.load(plan)
@@ -140,6 +143,21 @@ class _Report:
 
     def __call__(self) -> str:
         return render(self._plan, self._result, cluster=self._cluster, notices=self._notices)
+
+
+def _check_types(model: object, cluster: object, train: object, pins: object, search: object) -> None:
+    """Raises SpecError for the text or dict that stands where a specification belongs."""
+    wanted: tuple[tuple[str, object, type, str], ...] = (
+        ("model", model, nn.Module, "the module itself; one on the meta device will do"),
+        ("cluster", cluster, ClusterSpec, 'ClusterSpec.parse("dgx-h100:2")'),
+        ("train", train, TrainSpec, "TrainSpec(global_batch=512, seq_len=4096)"),
+        ("pins", pins, Pins, 'Pins(tp=2), or Pins.parse(["tp=2"])'),
+        ("search", search, SearchSpec, 'SearchSpec(objective="memory")'),
+    )
+    for name, value, kind, example in wanted:
+        optional = name not in ("model", "cluster")
+        if not (isinstance(value, kind) or (optional and value is None)):
+            raise SpecError(f"must be of type {kind.__name__}, not {shown(value)}", where=name, try_=example)
 
 
 def _with_precision(train: TrainSpec | None, model: nn.Module, cluster: ClusterSpec) -> TrainSpec:

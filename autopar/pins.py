@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from autopar.checks import LARGEST_COUNT, require_count, shown
+from autopar.checks import LARGEST_COUNT, require_count, require_text, shown
 from autopar.errors import SpecError, nearest
 from autopar.mesh import divisors
 from autopar.placement import parse_placement
@@ -56,10 +56,14 @@ class Pins:
         for name, allowed in (("schedule", SCHEDULES), ("zero", (0, 1, 2, 3)), ("checkpoint", CHECKPOINT_MODES),
                               ("context_parallel", CONTEXT_PARALLEL)):  # fmt: skip
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or value not in allowed):
+            if value is not None and (isinstance(value, bool | float) or value not in allowed):
                 raise SpecError(f"{shown(value)} is not one of {', '.join(map(str, allowed))}", where=f"pin {name}")
         _check_together(self)
+        if not isinstance(self.modules, Mapping):
+            raise SpecError(f"must map module paths to placements, not {shown(self.modules)}", where="pin modules",
+                            try_='modules={"lm_head": "replicate"}')  # fmt: skip
         for pattern, text in self.modules.items():
+            require_text(pattern, "pin modules: a path")
             _check_placement(pattern, text)
         ordered = dict(sorted(self.modules.items(), key=lambda item: (_breadth(item[0]), item[0])))
         object.__setattr__(self, "modules", MappingProxyType(ordered))
@@ -231,9 +235,10 @@ def _module_placement(key: str, value: str) -> str:
 
 
 def _check_placement(pattern: str, text: str) -> None:
+    require_text(text, f"pin {pattern}: the placement")
     try:
         placement = parse_placement(text)
-    except (ValueError, AttributeError) as error:
+    except ValueError as error:
         raise SpecError(str(error), where=f"pin {pattern}", try_="shard(1) or replicate") from error
     if placement.kind not in ("R", "S"):
         raise SpecError(f"a weight is replicated or sharded, not {text}", where=f"pin {pattern}")

@@ -7,9 +7,12 @@ import pickle
 from typing import Any
 
 import pytest
+from torch import nn
 
+import autopar
 from autopar.errors import SpecError
 from autopar.pins import Pins
+from autopar.specs import ClusterSpec
 
 TEXTS = ["tp=2", "sp=on", "checkpoint=full", "model.layers.*.mlp.down_proj=shard(1)", "model.layers.0.mlp.down_proj=R"]
 
@@ -86,3 +89,26 @@ def test_module_pins_without_a_dot_are_modules() -> None:
 def test_pins_built_in_python_meet_the_same_checks(values: dict[str, Any]) -> None:
     with pytest.raises(SpecError, match="pin"):
         Pins(**values)
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"zero": 1.0}, "pin zero: 1.0 is not one of"),
+        ({"modules": None}, "pin modules: must map module paths to placements, not None"),
+        ({"modules": {3: "R"}}, "pin modules: a path: must be a name, not 3"),
+        ({"modules": {"lm_head": 3}}, "pin lm_head: the placement: must be a name, not 3"),
+    ],
+)
+def test_values_of_another_type_are_refused(values: dict[str, Any], says: str) -> None:
+    with pytest.raises(SpecError, match=says):
+        Pins(**values)
+
+
+@pytest.mark.parametrize("name", ["model", "cluster", "train", "pins", "search"])
+def test_what_is_no_specification_is_refused_by_name(name: str) -> None:
+    arguments: dict[str, Any] = {"model": nn.Linear(2, 2), "cluster": ClusterSpec.preset("local", 2), name: "tp=2"}
+    with pytest.raises(SpecError, match=f"^{name}: must be of type .*, not 'tp=2'. Try: "):
+        autopar.plan(**arguments)
+    with pytest.raises(SpecError, match=f"^{name}: must be of type"):
+        autopar.parallelize(**arguments)
