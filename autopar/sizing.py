@@ -174,6 +174,7 @@ class _Run:
         if not self.counts:
             raise self.refusals[asked[-1]]
         self.seen: dict[int, Size] = {}
+        self.odd: set[int] = set()  # counts that no degrees factor; others without a plan have too little memory
 
     def _refusal(self, devices: int, check: Callable[[ClusterSpec], None]) -> SpecError | None:
         try:
@@ -194,6 +195,8 @@ class _Run:
         try:
             plan = self.plan_for(cluster).plan
         except InfeasiblePlanError as error:
+            if error.where != "memory":
+                self.odd.add(devices)
             return Size(devices=devices, plan=None, reason=error.what)
         prediction, job = plan.prediction, self.job
         train_s = math.inf
@@ -235,12 +238,12 @@ class _Run:
         """The first place from here up that meets the deadline, in steps as long as perfect scaling allows."""
         assert self.job.deadline_s is not None
         slower, best_s = 0, math.inf
-        while place < len(self.counts) and len(self.seen) < MOST_SEARCHES and slower < MOST_SLOWER:
+        while place < len(self.counts) and not self._spent and slower < MOST_SLOWER:
             found = self.look_at(self.counts[place])
             if self.meets(found):
                 return place
             if found.plan is None:
-                wanted = NOTHING_FITS * found.devices
+                wanted = 0.0 if found.devices in self.odd else NOTHING_FITS * found.devices
             else:
                 slower = slower + 1 if found.train_s >= best_s else 0
                 best_s = min(best_s, found.train_s)
@@ -250,6 +253,11 @@ class _Run:
             place = max(place + 1, self._place(wanted))
         return None
 
+    @property
+    def _spent(self) -> bool:
+        """Whether enough was searched. What no degrees factor took no time."""
+        return len(self.seen) - len(self.odd) >= MOST_SEARCHES
+
     def _fewest(self) -> float:
         """Devices it takes at the best use of them seen so far; a count that factors badly may take more."""
         assert self.job.deadline_s is not None
@@ -257,12 +265,17 @@ class _Run:
         return hours * 3600 / self.job.deadline_s
 
     def _down(self, place: int) -> None:
-        """Every smaller count that could meet the deadline if it used its devices somewhat better than any seen."""
-        unplanned = 0
-        while place >= 0 and unplanned < 2 and len(self.seen) < MOST_SEARCHES:
-            if self.counts[place] < BETTER * self._fewest():
+        """Every smaller count that could meet the deadline if it used its devices somewhat better than any seen, down
+        to where memory ends."""
+        too_small = 0
+        while place >= 0 and too_small < 2 and not self._spent:
+            count = self.counts[place]
+            if count < BETTER * self._fewest():
                 return
-            unplanned = 0 if self.look_at(self.counts[place]).plan is not None else unplanned + 1
+            if self.look_at(count).plan is not None:
+                too_small = 0
+            elif count not in self.odd:
+                too_small += 1
             place -= 1
 
     def result(self) -> Sizing:

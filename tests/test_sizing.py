@@ -27,13 +27,19 @@ def step_of(devices: int, mfu: float) -> float:
     return 6 * PARAMETERS * BATCH_TOKENS / (devices * FLOPS * mfu)
 
 
+def odd_part(n: int) -> int:
+    return n // (n & -n)
+
+
 def searched(step_s: Callable[[int], float]) -> Callable[[ClusterSpec], Any]:
-    """A search whose step time is `step_s(devices)`; NaN is infeasible."""
+    """A search whose step time is `step_s(devices)`; NaN lacks memory, infinity has no degrees."""
 
     def plan_for(cluster: ClusterSpec) -> Any:
         seconds = step_s(cluster.num_devices)
         if math.isnan(seconds):
             raise InfeasiblePlanError("lacks 3 GiB on stage 0", where="memory")
+        if math.isinf(seconds):
+            raise InfeasiblePlanError(f"no degrees factor {cluster.num_devices} devices", where="degrees")
         plan = Plan(
             degrees=Degrees(dp=cluster.num_devices), global_batch=cluster.num_devices, seq_len=8, micro_batch=1,
             stages=(("layers.0-1",),),
@@ -62,14 +68,15 @@ def smallest_by_brute_force(step_s: Callable[[int], float], days: float) -> int:
         lambda n: step_of(n, 0.4) + 0.05,  # something that no device takes off
         lambda n: step_of(n, 0.15 if n % 48 == 0 or n % 40 == 0 else 0.4),  # counts that factor badly
         lambda n: math.nan if n < 64 else step_of(n, 0.3 if n < 256 else 0.45),  # memory, then no recomputation
+        lambda n: math.inf if odd_part(n) in (5, 9, 15) else step_of(n, 0.4) + 0.2,  # a batch of a power of two
     ],
-    ids=["ideal", "overhead", "uneven", "memory"],
+    ids=["ideal", "overhead", "uneven", "memory", "holes"],
 )
 def test_the_smallest_count_is_found(step_s: Callable[[int], float], days: float) -> None:
     found = sized(step_s, days)
     assert found.smallest is not None
     assert found.smallest.devices == smallest_by_brute_force(step_s, days)
-    assert len(found.sizes) <= 24
+    assert sum(not math.isinf(step_s(s.devices)) for s in found.sizes) <= 24
     assert found.smallest.train_s <= days * DAY_S
 
 
