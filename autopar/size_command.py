@@ -156,6 +156,7 @@ def _data(sizing: Sizing, job: Job, train: TrainSpec) -> dict[str, Any]:
     devices = {name: getattr(sizing, name) and getattr(sizing, name).devices for name in ("smallest", "cheapest")}
     stated = {"tokens": job.tokens, "deadline_s": job.deadline_s, "price": job.price, "useful": job.useful}
     batch = {"global_batch": train.global_batch, "seq_len": train.seq_len}
+    devices["left_from"] = sizing.left_from
     return {**stated, **batch, **devices, "sizes": [row(found) for found in sizing.sizes]}
 
 
@@ -185,6 +186,10 @@ def _print(sizing: Sizing, job: Job, offer: Offer, train: TrainSpec, model: str)
           + (f" within {job.deadline_s / 86400:.4g} days" if job.deadline_s else "")
           + (f", {job.useful:.0%} of the time training" if job.useful < 1 else "") + "\n")  # fmt: skip
     Console(width=columns(WIDTH), color_system=None, highlight=False).print(table)
+    if sizing.left_from is not None:
+        print(
+            f"\nof {sizing.left_from:,} devices and fewer not all were looked at, some of them may do: --counts N,N,..."
+        )
 
 
 def columns(most: int) -> int:

@@ -75,11 +75,12 @@ class Size:
 @dataclass(frozen=True, kw_only=True)
 class Sizing:
     """`sizes` by count. `smallest` and `cheapest` (the fewest device hours) meet the deadline, if one was set; both are
-    None if no count does."""
+    None if no count does. `left_from`: the largest of smaller counts that might do, but were not searched any more."""
 
     sizes: tuple[Size, ...]
     smallest: Size | None
     cheapest: Size | None
+    left_from: int | None = None
 
 
 def offer_of(device: str) -> Offer:
@@ -174,6 +175,7 @@ class _Run:
         if not self.counts:
             raise self.refusals[asked[-1]]
         self.seen: dict[int, Size] = {}
+        self.left_from: int | None = None
         self.odd: set[int] = set()  # counts that no degrees factor; others without a plan have too little memory
 
     def _refusal(self, devices: int, check: Callable[[ClusterSpec], None]) -> SpecError | None:
@@ -268,9 +270,12 @@ class _Run:
         """Every smaller count that could meet the deadline if it used its devices somewhat better than any seen, down
         to where memory ends."""
         too_small = 0
-        while place >= 0 and too_small < 2 and not self._spent:
+        while place >= 0 and too_small < 2:
             count = self.counts[place]
             if count < BETTER * self._fewest():
+                return
+            if self._spent and count not in self.seen:
+                self.left_from = count
                 return
             if self.look_at(count).plan is not None:
                 too_small = 0
@@ -282,7 +287,8 @@ class _Run:
         sizes = tuple(self.seen[count] for count in sorted(self.seen))
         good = [found for found in sizes if self.meets(found)]
         cheapest = min(good, key=lambda s: (s.device_s_per_step, s.devices), default=None)
-        return Sizing(sizes=sizes, smallest=good[0] if good else None, cheapest=cheapest)
+        smallest = good[0] if good else None
+        return Sizing(sizes=sizes, smallest=smallest, cheapest=cheapest, left_from=self.left_from)
 
     def missed(self) -> InfeasiblePlanError:
         planned = [found for found in self.seen.values() if found.plan is not None]

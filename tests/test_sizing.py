@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from autopar import cli
+from autopar import cli, sizing
 from autopar.errors import InfeasiblePlanError, SpecError
 from autopar.mesh import Degrees
 from autopar.plan import Plan
@@ -78,6 +78,14 @@ def test_the_smallest_count_is_found(step_s: Callable[[int], float], days: float
     assert found.smallest.devices == smallest_by_brute_force(step_s, days)
     assert sum(not math.isinf(step_s(s.devices)) for s in found.sizes) <= 24
     assert found.smallest.train_s <= days * DAY_S
+
+
+def test_counts_that_were_left_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sized(lambda n: step_of(n, 0.4), days=200).left_from is None
+    monkeypatch.setattr(sizing, "MOST_SEARCHES", 2)
+    found = sized(lambda n: step_of(n, 0.4), days=200)
+    assert found.smallest is not None
+    assert (found.smallest.devices, found.left_from) == (16, 8)
 
 
 def test_more_memory_can_be_cheaper() -> None:
