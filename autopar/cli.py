@@ -213,7 +213,14 @@ def _report(options: argparse.Namespace) -> int:
             where="--cluster",
             try_="the cluster it was planned for",
         )
-    _print(render(plan, cluster=cluster, width=size_command.columns(WIDTH)))
+    if options.constants and cluster is None:
+        raise SpecError("of which devices?", where="--constants", try_="--cluster, the one it was planned for")
+    width = size_command.columns(WIDTH)
+    _print(render(plan, cluster=cluster, width=width))
+    if options.constants and cluster is not None:
+        from autopar.reports.constants import constants_text
+
+        _print("\n" + constants_text(cluster, width))
     return 0
 
 

@@ -83,6 +83,7 @@ def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     report = commands.add_parser("report", help="print the report of a saved plan")
     report.add_argument("plan", help="a plan file")
     report.add_argument("--cluster", help="compare memory with this cluster's devices")
+    report.add_argument("--constants", action="store_true", help="with --cluster: the constants behind its prices")
 
 
 def _add_model(command: argparse.ArgumentParser) -> None:

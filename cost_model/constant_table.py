@@ -117,6 +117,12 @@ class Constants:
             self._views[generation] = found
         return self._views[generation]
 
+    def behind(self, device: DeviceSpec) -> list[Constant]:
+        """Those that prices of a device are made of: the device's own, its generation's, those of all."""
+        kinds = {kind for kind, known in DEVICES.items() if known.name == device.name}
+        shared = [c for c in self if not c.generation]
+        return [c for c in self if c.generation in kinds | {generation_of(device)}] + shared
+
     def priors(self) -> Constants:
         """Every fitted constant at its prior."""
         return self.with_values({c.key: c.prior for c in self if c.fitted})

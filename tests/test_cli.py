@@ -226,6 +226,15 @@ def test_report_refuses_a_cluster_of_another_size(tmp_path: Path, capsys: pytest
     assert "local:8 has 8 devices, the plan is for 4" in capsys.readouterr().err
 
 
+def test_a_report_prints_constants_of_a_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    PLAN.save(tmp_path / "plan.json")
+    command = ["report", str(tmp_path / "plan.json"), "--constants"]
+    assert cli.main([*command, "--cluster", "local:4"]) == 0
+    assert "step_overhead_s" in capsys.readouterr().out
+    assert cli.main(command) == 2
+    assert "--constants: of which devices?" in capsys.readouterr().err
+
+
 def test_a_report_goes_where_ascii_is_all_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     PLAN.save(tmp_path / "plan.json")
     written = io.BytesIO()

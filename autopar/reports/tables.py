@@ -12,7 +12,7 @@ from rich.table import Table
 from autopar.reports.quantities import bytes_text, percent_text, range_text
 from autopar.specs import ClusterSpec
 
-__all__ = ["WIDE", "memory_table", "table_of"]
+__all__ = ["MEMORY_NAMES", "WIDE", "memory_table", "table_of"]
 
 WIDE = 100
 """Columns from which on a table has all it can tell."""

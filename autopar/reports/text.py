@@ -21,7 +21,7 @@ from autopar.reports.quantities import bytes_text, count_text, percent_text, ran
 from autopar.reports.tables import WIDE, memory_table, table_of
 from autopar.specs import ClusterSpec
 
-__all__ = ["WIDTH", "render"]
+__all__ = ["WIDTH", "render", "section", "to_text"]
 
 WIDTH = 110
 
@@ -85,36 +85,36 @@ def render(
     parts: list[RenderableType] = [_heading(plan, cluster, model), _choices(plan)]
     timed = "step_time_s" in plan.prediction
     if timed:
-        parts += [_section("Where the step goes"), _time_table(plan.prediction)]
+        parts += [section("Where the step goes"), _time_table(plan.prediction)]
     if plan.prediction.get("peak_memory_bytes"):
         parts += [
-            _section("Memory at the peak, per device"),
+            section("Memory at the peak, per device"),
             memory_table(plan.prediction, cluster, plan.degrees.pp, narrow=width < WIDE),
         ]
     if not timed:
         parts.append(Text("\nNo prediction: this plan was not priced."))
     if plan.prediction.get("largest_activations"):
-        parts += [_section("Largest tensors kept for the backward"), _activation_table(plan.prediction)]
-    parts += [_section("Layers"), _stage_table(plan)]
+        parts += [section("Largest tensors kept for the backward"), _activation_table(plan.prediction)]
+    parts += [section("Layers"), _stage_table(plan)]
     if plan.parameters:
-        parts += [_section("Weights over tp"), _weight_table(plan)]
+        parts += [section("Weights over tp"), _weight_table(plan)]
     if plan.prediction.get("collectives"):
-        parts += [_section("Collectives per step and device"), _collective_table(plan.prediction["collectives"])]
+        parts += [section("Collectives per step and device"), _collective_table(plan.prediction["collectives"])]
     if result is not None and result.alternatives:
         parts += [
-            _section("The nearest alternatives, and what each loses (each is within 5 % of the best of its degrees)"),
+            section("The nearest alternatives, and what each loses (each is within 5 % of the best of its degrees)"),
             _alternative_table(plan, result.alternatives, narrow=width < WIDE),
         ]
     statistics = result.statistics if result is not None else plan.solver
     if statistics:
-        parts += [_section("Search"), Text(_statistics_line(statistics))]
+        parts += [section("Search"), Text(_statistics_line(statistics))]
     notes = list(notices)
     if notes:
-        parts += [_section("Notices"), Text("".join(f"- {note}\n" for note in notes))]
-    return _to_text(Group(*parts), width)
+        parts += [section("Notices"), Text("".join(f"- {note}\n" for note in notes))]
+    return to_text(Group(*parts), width)
 
 
-def _to_text(content: RenderableType, width: int) -> str:
+def to_text(content: RenderableType, width: int) -> str:
     # No terminal is asked for its size or colours, so that the text is the same everywhere.
     written = io.StringIO()
     Console(file=written, width=width, color_system=None, force_terminal=False, highlight=False).print(content)
@@ -132,7 +132,7 @@ def _heading(plan: Plan, cluster: ClusterSpec | None, model: str) -> Text:
     return Text(f"autopar plan {plan.fingerprint}: {model + ' on ' if model else ''}{where}\n")
 
 
-def _section(title: str) -> Text:
+def section(title: str) -> Text:
     return Text(f"\n{title}\n")
 
 

@@ -18,7 +18,9 @@ from autopar.errors import InfeasiblePlanError
 from autopar.ir import TracedModel
 from autopar.mesh import Degrees
 from autopar.plan import Plan
-from autopar.reports.text import MEMORY_NAMES, render
+from autopar.reports.constants import constants_text
+from autopar.reports.tables import MEMORY_NAMES
+from autopar.reports.text import render
 from autopar.specs import ClusterSpec, Pins, TrainSpec
 from autopar.trace import trace
 from tests import models, plans
@@ -120,3 +122,13 @@ def test_pm_05_every_constant_states_where_it_comes_from() -> None:
     said = {constant.origin.split(";")[0].split(",")[0] for constant in table}
     assert any(text.startswith("fit") for text in said)
     assert any("data sheet" in text for text in said)
+
+
+def test_pm_05_the_report_prints_each_constant_with_its_origin() -> None:
+    cluster = ClusterSpec.parse("dgx-b200:2")
+    text = constants_text(cluster, 1000)
+    behind = load_constants().behind(cluster.device)
+    assert {"matmul_16bit", "power_derate", "fragmentation", "context_bytes"} <= {c.name for c in behind}
+    assert {c.generation for c in behind} == {"", "blackwell", "b200"}
+    rows = {line.split()[0]: line for line in text.splitlines() if line}
+    assert all(f"{c.value:.4g}" in rows[c.name] and rows[c.name].endswith(c.origin) for c in behind)
