@@ -16,7 +16,7 @@ hold slice r of each third. On a tensor without gradient R and R|P are the same.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 __all__ = [
     "CONVERSIONS",
@@ -30,29 +30,24 @@ __all__ = [
 ]
 
 
+_KNOWN: dict[tuple[str, int, int], Placement] = {}
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Placement:
-    """One of R, R|P, S(dim[,left]), P; see the module docstring."""
+    """One of R, R|P, S(dim[,left]), P; see the module docstring. Equal ones are one object: the search compares and
+    looks up millions of them."""
 
     kind: str
     dim: int = -1
     left: int = 1
-    _key: tuple[str, int, int] = field(init=False, repr=False)
-    _hash: int = field(init=False, repr=False)
 
-    # The search compares placements millions of times: the hash is worked out once.
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_key", (self.kind, self.dim, self.left))
-        object.__setattr__(self, "_hash", hash(self._key))
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Placement) and self._key == other._key)
+    def __new__(cls, kind: str, dim: int = -1, left: int = 1) -> Placement:
+        key = (kind, dim, left)
+        return _KNOWN.get(key) or _KNOWN.setdefault(key, object.__new__(cls))
 
     def __reduce__(self) -> tuple[type[Placement], tuple[str, int, int]]:
-        return (Placement, self._key)  # hashes of texts differ between processes
+        return (Placement, (self.kind, self.dim, self.left))  # one object in this process and in the next
 
     @property
     def is_shard(self) -> bool:

@@ -109,16 +109,20 @@ def _config_of(row: Row) -> str:
     return f"hf:{path}"
 
 
-def run(row: Row, repeat: int) -> dict[str, Any]:
-    """Medians over `repeat` processes."""
-    found = []
+def run(rows: list[Row], repeat: int) -> dict[str, dict[str, Any]]:
+    """Medians over `repeat` processes of each row, by name; rows that are compared take turns."""
+    found: dict[str, list[dict[str, Any]]] = {row.name: [] for row in rows}
     for _ in range(repeat):
-        command = [sys.executable, __file__, "--row", row.name, "--raw"]
-        done = subprocess.run(command, stdout=subprocess.PIPE, timeout=TIMEOUT_S, check=False)
-        if done.returncode != 0:
-            sys.exit(f"{row.name}: exit status {done.returncode}")
-        found.append(json.loads(done.stdout))
-    return {**found[-1], **{key: statistics.median(run[key] for run in found) for key in COLUMNS}}
+        for row in rows:
+            command = [sys.executable, __file__, "--row", row.name, "--raw"]
+            done = subprocess.run(command, stdout=subprocess.PIPE, timeout=TIMEOUT_S, check=False)
+            if done.returncode != 0:
+                sys.exit(f"{row.name}: exit status {done.returncode}")
+            found[row.name].append(json.loads(done.stdout))
+    return {
+        name: {**runs[-1], **{key: statistics.median(run[key] for run in runs) for key in COLUMNS}}
+        for name, runs in found.items()
+    }
 
 
 def verdict(row: Row, found: dict[str, Any], others: dict[str, dict[str, Any]]) -> str:
@@ -151,7 +155,10 @@ def main() -> None:
     )
     others: dict[str, dict[str, Any]] = {}
     for name in wanted:
-        found = others[name] = run(ROWS[name], options.repeat)
+        if name not in others:
+            compared = [ROWS[other] for other in wanted if other == name or ROWS[other].against == name]
+            others |= run(compared, options.repeat)
+        found = others[name]
         cells = [f"{_text(column, found[column]):>{_width(column)}}" for column in COLUMNS]
         print("  ".join([f"{name:10}", *cells, verdict(ROWS[name], found, others)]), flush=True)
         print(f"{'':10}  {ROWS[name]}: {found['plan']}; {found['step_time_s']:.4g} s, MFU {found['mfu']:.1%}")

@@ -15,6 +15,7 @@ change along with what is done of it, so one of its ends holds most.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -76,18 +77,20 @@ def flights(
     chosen = [j for j in range(chunks) if held[j] > max(held[j + 1 :])]
     if most is not None:
         chosen = chosen[:: max(1, -(-len(chosen) // most))]
-    found = []
-    for j in (*chosen, chunks):
-        until = starts[j + 1] if j < chunks else min(total, starts[j] + each * chunks)
-        excess = _excess(range(starts[j], until), ahead, each, total, chunks) if chunks > 1 else (0.0,)
+    found, numbers = [], (*chosen, chunks)
+    spans = [(starts[j], starts[j + 1] if j < chunks else min(total, starts[j] + each * chunks)) for j in numbers]
+    excesses = _excesses(spans, ahead, each, total, chunks) if chunks > 1 else [(0.0,)] * len(spans)
+    for j, excess in zip(numbers, excesses, strict=True):
         found.append(Flight(held[j] / chunks, j / chunks, excess))
     return tuple(found)
 
 
-def _excess(backwards: range, ahead: int, each: int, total: int, chunks: int) -> tuple[float, ...]:
-    """Of the first i chunks, what is in flight beyond their share, at most at those backwards that find most in flight:
-    one that finds less finds no more of any chunk than one before it."""
-    k = np.array(backwards, dtype=np.float64)[:, None]
+def _excesses(
+    spans: list[tuple[int, int]], ahead: int, each: int, total: int, chunks: int
+) -> list[tuple[float, ...]]:  # fmt: skip
+    """For each span of backwards: of the first i chunks, what is in flight beyond their share, at most at those
+    backwards that find most in flight: one that finds less finds no more of any chunk than one before it."""
+    k = np.concatenate([np.arange(*span, dtype=np.float64) for span in spans])[:, None]
     done = np.minimum(ahead + k, total)
     chunk = np.arange(chunks, dtype=np.float64)
 
@@ -99,11 +102,13 @@ def _excess(backwards: range, ahead: int, each: int, total: int, chunks: int) ->
 
     held = passed(done, chunk) - passed(k, chunks - 1 - chunk)
     in_all = held.sum(axis=1)
-    most = in_all == in_all.max()
-    held, in_all = held[most], in_all[most]
-    first = held.cumsum(axis=1) - held
-    share = in_all[:, None] * chunk / chunks
-    return tuple(np.maximum(0.0, (first - share).max(axis=0)).tolist())
+    beyond = held.cumsum(axis=1) - held - in_all[:, None] * chunk / chunks
+    borders = np.cumsum([0, *(high - low for low, high in spans)]).tolist()
+    found = []
+    for low, high in itertools.pairwise(borders):
+        most = in_all[low:high] == in_all[low:high].max()
+        found.append(tuple(np.maximum(0.0, beyond[low:high][most].max(axis=0)).tolist()))
+    return found
 
 
 @lru_cache(maxsize=1 << 10)

@@ -203,18 +203,17 @@ class _KnownPrices:
     """Seconds of a micro-batch through the whole model, by its size and cp."""
 
     def __init__(self) -> None:
-        self._size, self._cp, self._whole_s, self._per_token_s = (np.zeros(0) for _ in range(4))
-        self._keys: set[tuple[int, int]] = set()
+        self._seconds: dict[tuple[int, int], tuple[float, float]] = {}
 
     def add(self, size: int, cp: int, whole_s: float, batch_free_s: float) -> None:
-        if (size, cp) not in self._keys:
-            self._keys.add((size, cp))
-            self._size, self._cp = np.append(self._size, size), np.append(self._cp, cp)
-            self._whole_s = np.append(self._whole_s, whole_s)
-            self._per_token_s = np.append(self._per_token_s, max(0.0, whole_s - batch_free_s))
+        self._seconds.setdefault((size, cp), (whole_s, max(0.0, whole_s - batch_free_s)))
 
     def least(self, size: int, cp: int) -> float:
         """Lower bound; 0 where nothing is known."""
-        share = np.minimum(1.0, size * self._cp / (cp * self._size))
-        known_s = np.where(self._cp == cp, self._whole_s, np.where(self._cp < cp, self._per_token_s, 0.0))
-        return float((known_s * share).max(initial=0.0))
+        found = 0.0
+        for (known, known_cp), (whole_s, per_token_s) in self._seconds.items():
+            if known_cp <= cp:
+                share = size * known_cp / (cp * known)
+                seconds = whole_s if known_cp == cp else per_token_s
+                found = max(found, seconds * share if share < 1 else seconds)
+        return found

@@ -84,6 +84,7 @@ def _by_class(traced: TracedModel) -> dict[str, list[Segment]]:
 def parameter_patterns(traced: TracedModel, layout: Layout) -> dict[str, str]:
     """Placements of the sharded parameters; the layout holds the glue and the first layer of each class."""
     first = {segments[0].index: segments for segments in _by_class(traced).values()}
+    patterns = {index: _class_patterns(traced, segments) for index, segments in first.items()}
     entries: dict[str, str] = {}
     for node, (_, placement) in layout.items():
         if node.op != "get_attr" or placement == REPLICATE or str(node.target) not in traced.parameters:
@@ -91,7 +92,7 @@ def parameter_patterns(traced: TracedModel, layout: Layout) -> dict[str, str]:
         name, segments = str(node.target), first.get(node.meta["segment"])
         prefix = segments[0].path + "." if segments else ""
         if segments and name.startswith(prefix):
-            for pattern in _class_patterns(traced, segments):
+            for pattern in patterns[segments[0].index]:
                 entries[f"{pattern}.{name[len(prefix) :]}"] = str(placement)
         else:
             entries[name] = str(placement)

@@ -111,6 +111,7 @@ class SettingBounds:
 
     def __init__(self, price: SettingPrice, group: SettingGroup, receives_s: Floats | None = None) -> None:
         self.price, self.group = price, group
+        self._most: dict[int, Floats] = {}
         self.chunks = np.array([chunks for _, chunks in group.runs], dtype=np.float64)
         self.splits = np.array([schedule == "zero-bubble" for schedule, _ in group.runs])
         if receives_s is None:
@@ -226,6 +227,11 @@ class SettingBounds:
 
     def _most_layers(self, segment: int) -> Floats:
         """[working, run, stage]: if none of them works in more than that."""
+        if segment not in self._most:
+            self._most[segment] = self._most_layers_of(segment)
+        return self._most[segment]
+
+    def _most_layers_of(self, segment: int) -> Floats:
         (layer,), working = self._layers, self._working()
         least = np.array([min(kept for _, kept in self._modes(layer, segment, most)) for _, most in working])[
             :, None, None
