@@ -111,8 +111,9 @@ def _enough_devices(cluster: ClusterSpec, pins: Pins, limit_bytes: float, shorta
             return ""
         if found.needed_bytes <= limit_bytes:
             for fewer in _between(cluster, count // 2, count):
-                if not shortage.is_late and _needed(cluster.resized(fewer), pins, least_of, limit_bytes) <= limit_bytes:
-                    count, found = fewer, least_of(cluster.resized(fewer), pins, limit_bytes)
+                smaller = None if shortage.is_late else _least(cluster.resized(fewer), pins, least_of, limit_bytes)
+                if smaller is not None and smaller.needed_bytes <= limit_bytes:
+                    count, found = fewer, smaller
                     break
             d = found.setting.degrees
             degrees = " ".join(f"{axis}={getattr(d, axis)}" for axis in AXES if getattr(d, axis) > 1)
@@ -130,11 +131,16 @@ def _between(cluster: ClusterSpec, low: int, high: int) -> list[int]:
     return list(range(low + step, high, step))
 
 
-def _needed(cluster: ClusterSpec, pins: Pins, least_of: LeastOf, enough_bytes: float | None = None) -> float:
+def _needed(cluster: ClusterSpec, pins: Pins, least_of: LeastOf) -> float:
+    found = _least(cluster, pins, least_of)
+    return math.inf if found is None else found.needed_bytes
+
+
+def _least(cluster: ClusterSpec, pins: Pins, least_of: LeastOf, enough_bytes: float | None = None) -> Evaluation | None:
     try:
-        return least_of(cluster, pins, enough_bytes).needed_bytes
+        return least_of(cluster, pins, enough_bytes)
     except (InfeasiblePlanError, SpecError):
-        return math.inf
+        return None
 
 
 def _setting_text(found: Shortage) -> str:
